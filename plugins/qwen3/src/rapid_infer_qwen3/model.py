@@ -1,0 +1,158 @@
+"""Qwen2 (biases on q, k, v) and Qwen3 (RMSNorm on each head of q and k): one file, since that is all they differ in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rapid_infer.plugin import (
+    Attention,
+    BuildContext,
+    ConfigReader,
+    ForwardBatch,
+    GatedMLP,
+    LMHead,
+    QKVParallelLinear,
+    RMSNorm,
+    RopeConfig,
+    RowParallelLinear,
+    VocabEmbedding,
+    WeightMap,
+    rename,
+    stack,
+    tie,
+)
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class QwenConfig:
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    qkv_bias: bool
+    o_bias: bool
+    qk_norm: bool
+    tie_word_embeddings: bool
+    windows: tuple[int | None, ...]
+    rope: RopeConfig
+
+
+def _read_windows(read: ConfigReader, layers: int) -> tuple[int | None, ...]:
+    """Per layer, the sliding window or None: layers from `max_window_layers` on have one, if the config uses it at all."""
+    if not read.bool("use_sliding_window", False):
+        return (None,) * layers
+    first = read.int("max_window_layers", layers)
+    return tuple(read.optional_int("sliding_window") if i >= first else None for i in range(layers))
+
+
+def _read_config(hf_config: Any, *, qwen3: bool) -> QwenConfig:
+    read = ConfigReader(hf_config)
+    read.expect("hidden_act", "silu", default="silu")
+    heads, layers = read.int("num_attention_heads"), read.int("num_hidden_layers")
+    head_dim = read.int("head_dim", read.int("hidden_size") // heads)
+    max_positions = read.int("max_position_embeddings")
+    bias = read.bool("attention_bias", False)
+    return QwenConfig(
+        vocab_size=read.int("vocab_size"),
+        hidden_size=read.int("hidden_size"),
+        intermediate_size=read.int("intermediate_size"),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=read.int("num_key_value_heads", heads),
+        head_dim=head_dim,
+        max_position_embeddings=max_positions,
+        rms_norm_eps=read.float("rms_norm_eps"),
+        qkv_bias=bias if qwen3 else True,
+        o_bias=bias if qwen3 else False,
+        qk_norm=qwen3,
+        tie_word_embeddings=read.bool("tie_word_embeddings", False),
+        windows=_read_windows(read, layers),
+        rope=RopeConfig.read(read.rope_parameters(), head_dim, max_positions),
+    )
+
+
+class QwenAttention(nn.Module):
+    def __init__(self, config: QwenConfig, ctx: BuildContext, window: int | None) -> None:
+        super().__init__()
+        size, heads, kv_heads, dim = (
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        self.qkv_proj = QKVParallelLinear(ctx.sub("qkv_proj"), size, heads, kv_heads, dim, config.qkv_bias)
+        self.o_proj = RowParallelLinear(ctx.sub("o_proj"), heads * dim, size, config.o_bias)
+        self.q_norm = RMSNorm(ctx.sub("q_norm"), dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(ctx.sub("k_norm"), dim, config.rms_norm_eps) if config.qk_norm else None
+        self.attn = Attention(
+            ctx.sub("attn"),
+            self.qkv_proj.num_heads,
+            self.qkv_proj.num_kv_heads,
+            dim,
+            rope=config.rope,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            window=window,
+        )
+
+    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        return self.o_proj(self.attn(self.qkv_proj(x), batch))
+
+
+class QwenLayer(nn.Module):
+    def __init__(self, config: QwenConfig, ctx: BuildContext, number: int) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(ctx.sub("input_layernorm"), size, eps)
+        self.self_attn = QwenAttention(config, ctx.sub("self_attn"), config.windows[number])
+        self.post_attention_layernorm = RMSNorm(ctx.sub("post_attention_layernorm"), size, eps)
+        self.mlp = GatedMLP(ctx.sub("mlp"), size, config.intermediate_size)
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        x, residual = self.input_layernorm.add(x, residual)
+        x = self.self_attn(x, batch)
+        x, residual = self.post_attention_layernorm.add(x, residual)
+        return self.mlp(x), residual
+
+
+class Qwen3ForCausalLM(nn.Module):
+    weight_map = WeightMap(
+        [
+            rename("model", "", at_start=True),
+            rename("lm_head", "head", at_start=True),
+            stack(("q_proj", "k_proj", "v_proj"), "qkv_proj", parts=("q", "k", "v")),
+            stack(("gate_proj", "up_proj"), "gate_up_proj"),
+            tie("head", "embed_tokens"),
+        ]
+    )
+
+    @staticmethod
+    def read_config(hf_config: Any) -> QwenConfig:
+        return _read_config(hf_config, qwen3=True)
+
+    def __init__(self, config: QwenConfig, ctx: BuildContext) -> None:
+        super().__init__()
+        vocab, size = config.vocab_size, config.hidden_size
+        self.embed_tokens = VocabEmbedding(ctx.sub("embed_tokens"), vocab, size)
+        self.layers = ctx.layers(config.num_hidden_layers, lambda ctx, i: QwenLayer(config, ctx, i))
+        self.norm = RMSNorm(ctx.sub("norm"), size, config.rms_norm_eps)
+        tied_to = self.embed_tokens if config.tie_word_embeddings else None
+        self.head = LMHead(ctx.sub("head"), vocab, size, tied_to=tied_to)
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        x = self.embed_tokens(batch.input_ids) if batch.inputs_embeds is None else batch.inputs_embeds
+        x, residual = self.layers(x, batch)
+        return self.norm.add(x, residual)[0]
+
+
+class Qwen2ForCausalLM(Qwen3ForCausalLM):
+    @staticmethod
+    def read_config(hf_config: Any) -> QwenConfig:
+        return _read_config(hf_config, qwen3=False)

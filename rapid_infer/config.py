@@ -1,0 +1,192 @@
+"""Engine options: what a user may set (`EngineArgs`), and the frozen configs that the runtime reads.
+
+`EngineArgs.resolve` is the one place where "auto" (None) becomes a value. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+from rapid_infer.errors import ConfigError
+
+DTYPES = {
+    "bfloat16": "bfloat16", "bf16": "bfloat16",
+    "float16": "float16", "fp16": "float16", "half": "float16",
+    "float32": "float32", "fp32": "float32", "float": "float32",
+}  # fmt: skip
+LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
+HUBS = ("auto", "huggingface", "modelscope")
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What config resolution needs to know of the device: `type` ("cpu", "cuda"), native bf16, bytes of free memory."""
+
+    type: str
+    bfloat16: bool
+    free_memory: int
+
+
+@dataclass(frozen=True)
+class CheckpointFacts:
+    """What config resolution needs to know of the checkpoint; dtype None when config.json names none."""
+
+    max_position_embeddings: int
+    dtype: str | None
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    dtype: str
+    max_model_len: int
+    max_model_len_is_auto: bool
+    load_format: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    block_size: int
+    gpu_memory_utilization: float
+    kv_cache_memory_bytes: int | None
+    enable_prefix_caching: bool
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_chunked_prefill: bool
+    queue_depth: int
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    tensor_parallel_size: int = 1
+    expert_parallel_size: int = 1
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything the engine was started with, resolved; `notes` says in words which "auto" was decided and why."""
+
+    model: ModelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    parallel: ParallelConfig
+    device: str
+    enforce_eager: bool = False
+    op_priority: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class EngineArgs:
+    """What a user may set. None means "auto"; docs/options.md gives what auto becomes."""
+
+    tensor_parallel_size: int = 1
+    expert_parallel_size: int = 1
+    dtype: str = "auto"
+    device: str = "auto"
+    load_format: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    enforce_eager: bool = False
+    queue_depth: int | None = None
+    skip_tokenizer_init: bool = False
+    seed: int = 0
+    revision: str | None = None
+    hub: str = "auto"
+    model_plugin: str | None = None
+    op_priority: dict[str, list[str]] = field(default_factory=dict)
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> EngineArgs:
+        """Build from keyword arguments; an unknown one is a ConfigError with the nearest known name."""
+        names = [f.name for f in dataclasses.fields(cls)]
+        for key in kwargs:
+            if key not in names:
+                near = get_close_matches(key, names, n=1)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                raise ConfigError(f"unknown argument {key!r}: {hint}Known arguments: {', '.join(names)}")
+        return cls(**kwargs)
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "expert_parallel_size"):
+            if getattr(self, name) != 1:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: this version runs on one rank; use {name}=1")
+        _check(self.dtype in ("auto", *DTYPES), "dtype", self.dtype, f"'auto' or one of {sorted(set(DTYPES.values()))}")
+        _check(self.load_format in LOAD_FORMATS, "load_format", self.load_format, f"one of {list(LOAD_FORMATS)}")
+        _check(self.hub in HUBS, "hub", self.hub, f"one of {list(HUBS)}")
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes"):
+            value = getattr(self, name)
+            _check(value is None or (isinstance(value, int) and value >= 1), name, value, "an integer >= 1")
+        _check(self.queue_depth in (None, 1, 2), "queue_depth", self.queue_depth, "1 or 2")
+        _check(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")
+
+    def resolve(self, checkpoint: CheckpointFacts, device: DeviceFacts) -> EngineConfig:
+        """Decide every "auto". ConfigError when the values cannot work together."""
+        notes: list[str] = []
+        on_gpu = device.type == "cuda"
+        dtype = self._resolve_dtype(checkpoint, device, notes)
+        max_model_len = self.max_model_len or checkpoint.max_position_embeddings
+        if max_model_len > checkpoint.max_position_embeddings:
+            raise ConfigError(
+                f"max_model_len={max_model_len} is more than the model's max_position_embeddings="
+                f"{checkpoint.max_position_embeddings}; use at most that"
+            )
+        batched = self.max_num_batched_tokens or (8192 if on_gpu else 512)
+        if not self.enable_chunked_prefill:
+            if self.max_num_batched_tokens is not None and batched < max_model_len:
+                raise ConfigError(
+                    f"max_num_batched_tokens={batched} is less than max_model_len={max_model_len}, which without chunked "
+                    "prefill leaves prompts that can never run; raise it or leave enable_chunked_prefill on"
+                )
+            batched = max(batched, max_model_len)
+        return EngineConfig(
+            model=ModelConfig(dtype, max_model_len, self.max_model_len is None, self.load_format, self.seed),
+            cache=CacheConfig(
+                block_size=self.block_size or (64 if on_gpu else 16),
+                gpu_memory_utilization=self.gpu_memory_utilization,
+                kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+                enable_prefix_caching=self.enable_prefix_caching,
+            ),
+            scheduler=SchedulerConfig(
+                max_num_seqs=self.max_num_seqs or (256 if on_gpu else 64),
+                max_num_batched_tokens=batched,
+                enable_chunked_prefill=self.enable_chunked_prefill,
+                # Launching is synchronous on a CPU: a second step in flight hides nothing there and wastes one at each end.
+                queue_depth=self.queue_depth or (2 if on_gpu else 1),
+            ),
+            parallel=ParallelConfig(self.tensor_parallel_size, self.expert_parallel_size),
+            device=device.type,
+            enforce_eager=self.enforce_eager,
+            op_priority=tuple((op, tuple(providers)) for op, providers in self.op_priority.items()),
+            notes=tuple(notes),
+        )
+
+    def _resolve_dtype(self, checkpoint: CheckpointFacts, device: DeviceFacts, notes: list[str]) -> str:
+        if self.dtype != "auto":
+            return DTYPES[self.dtype]
+        wanted = checkpoint.dtype or "bfloat16"
+        if wanted not in ("bfloat16", "float16", "float32"):
+            raise ConfigError(f"config.json names dtype {wanted!r}; pass dtype= one of bfloat16, float16, float32")
+        slow = (wanted == "float16") or (wanted == "bfloat16" and not device.bfloat16)
+        if device.type == "cpu" and slow:
+            notes.append(f"dtype float32: this CPU has no fast {wanted} arithmetic (pass dtype={wanted!r} to keep it)")
+            return "float32"
+        return wanted
+
+
+def _check(ok: bool, name: str, got: object, expected: str) -> None:
+    if not ok:
+        raise ConfigError(f"{name} must be {expected}, got {got!r}")

@@ -1,0 +1,35 @@
+"""Which device the engine runs on, and what config resolution must know of it."""
+
+from __future__ import annotations
+
+import os
+
+from rapid_infer.config import DeviceFacts
+from rapid_infer.errors import ConfigError
+
+
+def probe(device: str = "auto") -> DeviceFacts:
+    """Facts of the wanted device ("auto": a GPU if there is one). ConfigError when it is absent or unknown."""
+    import torch
+
+    kind = device.partition(":")[0]
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(f"device={device!r}: torch {torch.__version__} sees no CUDA device; use device='cpu'")
+        free, _ = torch.cuda.mem_get_info()
+        return DeviceFacts("cuda", torch.cuda.is_bf16_supported(), free)
+    if kind != "cpu":
+        raise ConfigError(f"device must be 'auto', 'cpu' or 'cuda', got {device!r}")
+    return DeviceFacts("cpu", torch.ops.mkldnn._is_mkldnn_bf16_supported(), available_host_memory())
+
+
+def available_host_memory() -> int:
+    """Bytes of memory a new process could take, by /proc/meminfo where there is one, else half of the machine's."""
+    try:
+        with open("/proc/meminfo") as f:
+            fields = dict(line.split(":", 1) for line in f)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

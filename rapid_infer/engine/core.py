@@ -1,0 +1,129 @@
+"""The loop: plan a step, launch it, and collect the oldest one in flight. Knows no text, no device and no model."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from rapid_infer.cache.manager import CacheManager
+from rapid_infer.config import EngineConfig
+from rapid_infer.engine import results
+from rapid_infer.engine.executor import Executor
+from rapid_infer.engine.request import Request, RequestStatus, validate_prompt
+from rapid_infer.engine.results import StepOutputs
+from rapid_infer.engine.scheduler import Launch, Scheduler
+from rapid_infer.errors import EngineDeadError, RequestError
+from rapid_infer.outputs import FinishReason
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """Drives one executor. `queue_depth` steps may be in flight: with 2, step N+1 is launched before N is read.
+
+    Every request added ends in exactly one `Finished` event of some `step()`.
+    """
+
+    def __init__(self, config: EngineConfig, executor: Executor) -> None:
+        self.executor = executor
+        self.info = executor.info
+        self.queue_depth = config.scheduler.queue_depth
+        self.cache = CacheManager(self.info.groups, self.info.num_blocks, self.info.block_size)
+        self.scheduler = Scheduler(config.scheduler, self.cache)
+        self._requests: dict[str, Request] = {}
+        self._in_flight: deque[tuple[Launch, Any]] = deque()
+        self._early = StepOutputs()
+        self._dead: str | None = None
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request. RequestError, and nothing queued, when it can never run or its id is in use."""
+        self._check_alive()
+        validate_prompt(request.prompt_token_ids, self.info.vocab_size, self.info.max_model_len)
+        if request.request_id in self._requests:
+            raise RequestError(f"request id {request.request_id!r} is in use; expected a new one")
+        self._requests[request.request_id] = request
+        self.scheduler.add(request)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End these requests; ids that are unknown or already ended are ignored. The next `step()` reports it."""
+        for request_id in request_ids:
+            request = self._requests.pop(request_id, None)
+            if request is not None:
+                self.scheduler.finish(request, FinishReason.ABORT)
+                self._early.end(request)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._requests or self._in_flight or self._early.finished)
+
+    def step(self) -> StepOutputs:
+        """Launch the next step if there is one, and collect when the queue is full or nothing can be launched.
+
+        A forward that raises ends that step's requests with an error; EngineDeadError when the device is lost with it.
+        """
+        self._check_alive()
+        outputs, self._early = self._early, StepOutputs()
+        launch = self.scheduler.schedule()
+        if launch is not None:
+            try:
+                self._in_flight.append((launch, self.executor.launch(launch.plan)))
+            except Exception as error:
+                self._fail([launch], error, outputs)
+        elif not self._in_flight and self._requests:
+            self._die(f"{len(self._requests)} requests wait and none can run: {self._state()}")
+        if self._in_flight and (launch is None or len(self._in_flight) >= self.queue_depth):
+            self._collect(outputs)
+        if not self._in_flight:
+            self.cache.collected(self.scheduler.last_step)
+        for finished in outputs.finished:
+            self._requests.pop(finished.request_id, None)
+        if not self.has_unfinished_requests():
+            self.check_integrity()
+        return outputs
+
+    def _collect(self, outputs: StepOutputs) -> None:
+        launch, handle = self._in_flight.popleft()
+        try:
+            result = self.executor.collect(handle)
+        except Exception as error:
+            later = [launch for launch, _ in self._in_flight]
+            self._in_flight.clear()
+            self._fail([launch, *later], error, outputs)
+            return
+        results.apply(self.scheduler, launch, result, outputs)
+        self.cache.collected(launch.plan.step)
+
+    def _fail(self, launches: list[Launch], error: Exception, outputs: StepOutputs) -> None:
+        text = f"the forward pass raised {type(error).__name__}: {error}"
+        logger.error("%s", text, exc_info=error)
+        for request in (request for launch in launches for request in launch.requests):
+            if request.status is not RequestStatus.FINISHED:
+                self.scheduler.finish(request, FinishReason.ERROR, text)
+                outputs.end(request)
+        if not self.executor.healthy():
+            self._die(text, error)
+
+    def _die(self, text: str, cause: Exception | None = None) -> None:
+        self._dead = text
+        raise EngineDeadError(f"the engine cannot go on: {text}") from cause
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise EngineDeadError(f"the engine is dead: {self._dead}")
+
+    def _state(self) -> str:
+        free, usable = self.cache.num_free, self.cache.num_usable
+        waiting, running = len(self.scheduler.waiting), len(self.scheduler.running)
+        return f"{waiting} waiting, {running} running, {free} of {usable} blocks free"
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; running requests keep their blocks."""
+        self.cache.reset_cache()
+
+    def check_integrity(self) -> None:
+        """AssertionError when a block leaked: every held block must belong to a running request."""
+        self.cache.check([request.blocks for request in self.scheduler.running])
+
+    def close(self) -> None:
+        self.executor.close()

@@ -1,0 +1,44 @@
+"""What the engine needs of whatever runs the model: launch without waiting, then collect."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rapid_infer.cache.spec import CacheGroup
+from rapid_infer.engine.step_plan import StepPlan, StepResult
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """Facts of the loaded model that the engine and the front need; they import no plugin."""
+
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    groups: Sequence[CacheGroup]
+    num_blocks: int
+    block_size: int
+    dtype: str
+
+
+class Executor(Protocol):
+    """Runs steps in the order launched."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    def launch(self, plan: StepPlan) -> Any:
+        """Start a step and return a handle without waiting for it. May raise what the forward raised."""
+        ...
+
+    def collect(self, handle: Any) -> StepResult:
+        """Wait for a launched step: the engine's only wait for the device."""
+        ...
+
+    def healthy(self) -> bool:
+        """Whether another step can run after one has failed."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,72 @@
+"""One sequence on its way through the engine. A prompt with n completions is n requests that share cache blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from rapid_infer.errors import RequestError
+from rapid_infer.outputs import FinishReason
+from rapid_infer.params import SamplingParams
+
+
+class RequestStatus(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What the host knows of a sequence. While it runs, its counters live in `Rows`, at `row`.
+
+    `seed` and `sample_index` key the sampler's noise. `limit`: the total length at which it ends. `share_key` None means that its
+    blocks are not offered to others; equal keys may share. `in_flight`: tokens sampled but not collected when it was preempted.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    stop_token_ids: tuple[int, ...]
+    limit: int
+    seed: int = 0
+    sample_index: int = 0
+    share_key: bytes | None = b""
+    status: RequestStatus = RequestStatus.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    row: int = -1
+    blocks: list[list[int]] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_cached_tokens: int | None = None
+    num_preemptions: int = 0
+    in_flight: int = 0
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Known tokens `start..stop`, prompt and output as one sequence."""
+        prompt = len(self.prompt_token_ids)
+        if stop <= prompt:
+            return self.prompt_token_ids[start:stop]
+        if start >= prompt:
+            return self.output_token_ids[start - prompt : stop - prompt]
+        return self.prompt_token_ids[start:] + self.output_token_ids[: stop - prompt]
+
+
+def validate_prompt(token_ids: list[int], vocab_size: int, max_model_len: int) -> None:
+    """RequestError when the prompt can never run."""
+    if not token_ids:
+        raise RequestError("the prompt is empty: got 0 tokens, expected at least 1")
+    if len(token_ids) >= max_model_len:
+        raise RequestError(
+            f"the prompt has {len(token_ids)} tokens, but max_model_len={max_model_len} leaves room for at most "
+            f"{max_model_len - 1} and one generated token; shorten it or raise max_model_len"
+        )
+    low, high = min(token_ids), max(token_ids)
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        raise RequestError(f"token id {bad} is outside the vocabulary: expected 0 to {vocab_size - 1}")

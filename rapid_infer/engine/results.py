@@ -1,0 +1,86 @@
+"""Takes a step's results back to the requests they were launched for, and says which of them end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rapid_infer.engine.request import Request, RequestStatus
+from rapid_infer.engine.scheduler import Launch, Scheduler
+from rapid_infer.engine.step_plan import StepResult
+from rapid_infer.outputs import FinishReason
+
+NON_FINITE = "the model gave non-finite logits (NaN or infinity) for this request"
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The one terminal event of a request."""
+
+    request_id: str
+    reason: FinishReason
+    error: str | None
+    num_cached_tokens: int
+
+
+@dataclass(slots=True)
+class StepOutputs:
+    """New tokens as parallel lists (a request at most once per step), and the requests that ended."""
+
+    request_ids: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+
+    def end(self, request: Request) -> None:
+        assert request.finish_reason is not None
+        cached = request.num_cached_tokens or 0
+        self.finished.append(Finished(request.request_id, request.finish_reason, request.error, cached))
+
+
+def apply(scheduler: Scheduler, launch: Launch, result: StepResult, outputs: StepOutputs) -> None:
+    """Append the sampled tokens of `launch` and finish what they end. Late results of ended requests are dropped."""
+    rows, owners = launch.sampled_rows, scheduler.rows
+    requests = launch.sampled_requests
+    tokens = result.token_ids
+    live = owners.epoch[rows] == launch.epochs
+    if not (live.all() and not result.failed.any()):
+        _apply_others(scheduler, requests, result, live, outputs)
+        live &= ~result.failed
+        requests = [requests[i] for i in np.flatnonzero(live)]
+        rows, tokens = rows[live], tokens[live]
+    owners.collected[rows] += 1
+    stopped = (owners.stop[rows] == tokens[:, None]).any(axis=1)
+    ended = stopped | (owners.collected[rows] >= owners.limit[rows])
+    values = tokens.tolist()
+    for request, token in zip(requests, values):
+        request.output_token_ids.append(token)
+    outputs.request_ids += [request.request_id for request in requests]
+    outputs.token_ids += values
+    for i in np.flatnonzero(ended):
+        scheduler.finish(requests[i], FinishReason.STOP if stopped[i] else FinishReason.LENGTH)
+        outputs.end(requests[i])
+
+
+def _apply_others(
+    scheduler: Scheduler, requests: list[Request], result: StepResult, live: np.ndarray, outputs: StepOutputs
+) -> None:
+    """Rows with non-finite logits, and requests that were preempted or ended while the step was in flight."""
+    for i in np.flatnonzero(~live | result.failed):
+        request = requests[i]
+        if request.status is RequestStatus.FINISHED:
+            continue
+        if not live[i]:
+            request.in_flight -= 1
+        if result.failed[i]:
+            scheduler.finish(request, FinishReason.ERROR, NON_FINITE)
+            outputs.end(request)
+            continue
+        token = int(result.token_ids[i])
+        request.output_token_ids.append(token)
+        outputs.request_ids.append(request.request_id)
+        outputs.token_ids.append(token)
+        if token in request.stop_token_ids or request.num_tokens >= request.limit:
+            reason = FinishReason.STOP if token in request.stop_token_ids else FinishReason.LENGTH
+            scheduler.finish(request, reason)
+            outputs.end(request)

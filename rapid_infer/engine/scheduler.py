@@ -1,0 +1,237 @@
+"""Which tokens of which request run in the next step.
+
+There is no prefill and no decode here: each row has known and computed tokens, and a step's token budget lets the second catch up
+with the first, running rows in order of admission, then waiting ones. Chunked prefill, prefix hits and preemption are that rule.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rapid_infer.cache import prefix
+from rapid_infer.cache.manager import CacheManager
+from rapid_infer.cache.spec import blocks_for
+from rapid_infer.config import SchedulerConfig
+from rapid_infer.engine.plan_builder import PlanBuilder
+from rapid_infer.engine.request import Request, RequestStatus
+from rapid_infer.engine.rows import NOT_SHARED, Rows
+from rapid_infer.engine.step_plan import StepPlan
+from rapid_infer.outputs import FinishReason
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A step in flight: its plan and whom its results are for, as of the time it was planned."""
+
+    plan: StepPlan
+    requests: list[Request]
+    sampled_rows: Ints
+    epochs: Ints
+
+    @property
+    def sampled_requests(self) -> list[Request]:
+        if len(self.plan.sampled) == len(self.requests):
+            return self.requests
+        return [self.requests[i] for i in self.plan.sampled]
+
+
+@dataclass
+class SchedulerStats:
+    preemptions: int = 0
+    steps: int = 0
+
+
+@dataclass
+class Scheduler:
+    """FCFS. Owns requests, rows and blocks; knows nothing of devices, text or the model."""
+
+    config: SchedulerConfig
+    cache: CacheManager
+    rows: Rows = field(init=False)
+    waiting: deque[Request] = field(default_factory=deque)
+    stats: SchedulerStats = field(default_factory=SchedulerStats)
+    last_step: int = 0
+
+    def __post_init__(self) -> None:
+        self.rows = Rows(self.config.max_num_seqs)
+        self._order: Ints = np.zeros(0, np.int64)
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests that hold a row, in order of admission."""
+        return [r for r in (self.rows.requests[row] for row in self._order) if r is not None]
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def schedule(self) -> Launch | None:
+        """Plan the next step; None when no row can take a token now."""
+        builder = PlanBuilder(len(self.cache.pools))
+        order, grant = self._share_budget()
+        order, grant, preempted = self._make_room(order, grant, builder)
+        if not preempted:
+            admitted, more = self._admit(int(grant.sum()), builder)
+            order, grant = np.concatenate([order, admitted]), np.concatenate([grant, more])
+        self._order = order
+        if not grant.all():
+            order, grant = order[grant > 0], grant[grant > 0]
+        return self._launch(order, grant, builder) if len(order) else None
+
+    def _share_budget(self) -> tuple[Ints, Ints]:
+        rows, order = self.rows, self._order
+        need = np.minimum(rows.known[order], rows.limit[order] - 1) - rows.computed[order]
+        budget = self.config.max_num_batched_tokens
+        if need.sum() <= budget:
+            return order, need
+        before = np.cumsum(need) - need
+        if self.config.enable_chunked_prefill:
+            return order, np.minimum(need, np.maximum(budget - before, 0))
+        return order, np.where(before + need <= budget, need, 0)
+
+    def _make_room(self, order: Ints, grant: Ints, builder: PlanBuilder) -> tuple[Ints, Ints, bool]:
+        """Give every row blocks for its granted tokens, preempting the latest rows when the pool is short."""
+        rows, size = self.rows, self.cache.block_size
+        end = len(order)
+        for i in np.flatnonzero(rows.computed[order] + grant > rows.capacity[order]):
+            if i >= end:
+                break
+            row, have = int(order[i]), int(rows.capacity[order[i]]) // size
+            extra = blocks_for(int(rows.computed[row] + grant[i]), size) - have
+            # What comes back with the steps in flight is worth waiting for; preempting more would only recompute more.
+            while self.cache.num_free_soon < extra and end > i:
+                end -= 1
+                self._preempt(int(order[end]))
+            if end <= i:
+                break
+            if self.cache.num_free < extra:
+                grant[i] = 0
+                continue
+            request = rows.requests[row]
+            assert request is not None
+            self.cache.extend(request.blocks, extra)
+            builder.add_blocks(row, have, request.blocks)
+            rows.capacity[row] = (have + extra) * size
+        return order[:end], grant[:end], end < len(order)
+
+    def _admit(self, used: int, builder: PlanBuilder) -> tuple[Ints, Ints]:
+        admitted: list[int] = []
+        grants: list[int] = []
+        budget = self.config.max_num_batched_tokens - used
+        while self.waiting and budget > 0 and self.rows.num_free:
+            request = self.waiting[0]
+            if request.in_flight:
+                break
+            grant = self._admit_one(request, budget, builder)
+            if not grant:
+                break
+            self.waiting.popleft()
+            admitted.append(request.row)
+            grants.append(grant)
+            budget -= grant
+        return np.array(admitted, np.int64), np.array(grants, np.int64)
+
+    def _admit_one(self, request: Request, budget: int, builder: PlanBuilder) -> int:
+        """Start `request` with as many tokens as budget and blocks allow; 0 when it has to wait."""
+        size, total = self.cache.block_size, request.num_tokens
+        hashes = self._hashes(request, total)
+        # The last token is always computed: its logits give the next one.
+        hits = self.cache.match(hashes[: (total - 1) // size])
+        grant = total - hits * size
+        if grant > budget:
+            if not self.config.enable_chunked_prefill:
+                return 0
+            grant = budget
+        # Reserving the whole known length keeps a half-admitted prompt from being preempted by the rows before it at once.
+        blocks = self.cache.admit(hashes[:hits], hits * size + grant, reserve=total)
+        if blocks is None:
+            return 0
+        request.blocks = blocks
+        request.status = RequestStatus.RUNNING
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = hits * size
+            self.cache.hit_tokens += hits * size
+            self.cache.queried_tokens += total
+        published = NOT_SHARED if request.share_key is None else hits
+        row = self.rows.take(request, hits * size, len(blocks[0]) * size, published)
+        builder.add_row(row, hits * size, request)
+        builder.add_blocks(row, 0, blocks)
+        # Published at once, so that a request admitted in this same step already shares the blocks this one will fill.
+        self._publish(row, hits * size + grant)
+        return grant
+
+    def _hashes(self, request: Request, total: int) -> list[bytes]:
+        if request.share_key is None:
+            return []
+        size = self.cache.block_size
+        if len(request.block_hashes) < total // size:
+            start = prefix.root(size, request.share_key)
+            prefix.extend(request.block_hashes, start, request.tokens(0, total), size)
+        return request.block_hashes
+
+    def _publish(self, row: int, computed: int) -> None:
+        rows = self.rows
+        request = rows.requests[row]
+        assert request is not None
+        start = int(rows.published[row])
+        stop = min(computed, int(rows.collected[row])) // self.cache.block_size
+        if stop > start:
+            hashes = self._hashes(request, stop * self.cache.block_size)
+            self.cache.publish(request.blocks, start, hashes[start:stop])
+            rows.published[row] = stop
+
+    def _launch(self, order: Ints, grant: Ints, builder: PlanBuilder) -> Launch:
+        rows = self.rows
+        if grant.max() > 1:
+            # Single tokens first: attention treats them apart from longer queries.
+            by_length = np.argsort(grant > 1, kind="stable")
+            order, grant = order[by_length], grant[by_length]
+        self.last_step += 1
+        self.stats.steps += 1
+        start = rows.computed[order]
+        stop = start + grant
+        rows.computed[order] = stop
+        samples = stop == rows.known[order]
+        sampled_rows = order if samples.all() else order[samples]
+        rows.known[sampled_rows] += 1
+        full = np.minimum(stop, rows.collected[order]) // self.cache.block_size
+        for i in np.flatnonzero(full > rows.published[order]):
+            self._publish(int(order[i]), int(stop[i]))
+        plan = builder.build(self.last_step, rows, order, start, grant, np.flatnonzero(samples))
+        requests: list[Request] = [rows.requests[row] for row in order.tolist()]  # type: ignore[misc]
+        return Launch(plan, requests, sampled_rows, rows.epoch[sampled_rows])
+
+    def _preempt(self, row: int) -> None:
+        request = self.rows.requests[row]
+        assert request is not None
+        request.in_flight = int(self.rows.known[row] - self.rows.collected[row])
+        request.num_preemptions += 1
+        self.stats.preemptions += 1
+        self._leave(request)
+        request.status = RequestStatus.WAITING
+        self.waiting.appendleft(request)
+
+    def _leave(self, request: Request) -> None:
+        """Give back row and blocks; the blocks once no step in flight names them."""
+        self.rows.give_back(request.row)
+        self.cache.release_after(self.last_step, request.blocks)
+        request.blocks = []
+
+    def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+        """End a request that has not ended. Its blocks stay reusable unless it ended in an error."""
+        assert request.status is not RequestStatus.FINISHED, f"{request.request_id} ended twice"
+        if reason is FinishReason.ERROR:
+            self.cache.unpublish(request.blocks)
+        if request.status is RequestStatus.RUNNING:
+            self._order = self._order[self._order != request.row]
+            self._leave(request)
+        else:
+            self.waiting.remove(request)
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        request.error = error

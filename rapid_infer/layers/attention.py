@@ -1,0 +1,91 @@
+"""Attention with its cache: from the merged QKV projection to the heads' outputs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from rapid_infer.cache.spec import CacheSpec, FullKV
+from rapid_infer.layers.batch import ForwardBatch
+from rapid_infer.layers.context import BuildContext
+from rapid_infer.layers.norm import RMSNorm
+from rapid_infer.layers.rope import RopeConfig, rope_table
+
+
+class CachedModule(nn.Module):
+    """A module with a paged cache. The worker groups modules by `cache_spec` and binds each one's slice of the group's tensor."""
+
+    cache_spec: CacheSpec
+    cache_group: int = -1
+
+    def bind_cache(self, group: int, cache: Tensor) -> None:
+        """`cache`: this layer's slice of `spec.layout`, without the layer dimension."""
+        raise NotImplementedError
+
+
+class Attention(CachedModule):
+    """Grouped-query causal attention over paged keys and values.
+
+    Norms q and k per head (if given), rotates them (if `rope`), writes k and v to the cache, and attends; it is the only writer.
+    `window`, `soft_cap` and `sinks` (`[heads]` fp32) as in the paged_attention op. Head counts are this rank's.
+    """
+
+    def __init__(
+        self,
+        ctx: BuildContext,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        rope: RopeConfig | None,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+        scale: float | None = None,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.scale = head_dim**-0.5 if scale is None else scale
+        self.window, self.soft_cap, self.sinks = window, soft_cap, sinks
+        self.rope = rope
+        self.table = rope_table(ctx, rope) if rope else None
+        # The norms are the model's own modules; kept out of the module tree, so that their weights have one name.
+        self._norms = (q_norm, k_norm)
+        self.cache_spec = FullKV(num_kv_heads, head_dim, str(ctx.dtype).removeprefix("torch."), window)
+        self._prepare = ctx.op("qk_norm_rope_kv_write", head_dim=head_dim, rotary_dim=rope.dim if rope else 0)
+        self._attend = ctx.op(
+            "paged_attention",
+            head_dim=head_dim,
+            window=window is not None,
+            soft_cap=soft_cap is not None,
+            sinks=sinks is not None,
+            return_lse=False,
+        )
+        self.k_cache = self.v_cache = torch.empty(0)
+
+    def bind_cache(self, group: int, cache: Tensor) -> None:
+        self.cache_group = group
+        self.k_cache, self.v_cache = cache.unbind(0)
+
+    def forward(self, qkv: Tensor, batch: ForwardBatch) -> Tensor:
+        """qkv `[tokens, (heads + 2 kv_heads) * head_dim]` -> `[tokens, heads * head_dim]`."""
+        metadata = batch.attention[self.cache_group]
+        q_norm, k_norm = self._norms
+        q = self._prepare(
+            qkv,
+            batch.positions,
+            self.table,
+            metadata.slots,
+            self.k_cache,
+            self.v_cache,
+            None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight,
+            0.0 if q_norm is None else q_norm.eps,
+            self.rope is not None and self.rope.interleaved,
+        )
+        out = self._attend(
+            q, self.k_cache, self.v_cache, metadata, self.scale, self.window, self.soft_cap, self.sinks, False
+        )
+        return out.flatten(1)

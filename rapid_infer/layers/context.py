@@ -1,0 +1,52 @@
+"""What a module needs to build itself, passed down explicitly and named after where it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from rapid_infer.ops.registry import BoundOp, OpResolver
+from rapid_infer.parallel.state import ParallelState
+from rapid_infer.quant.method import QuantMethod, QuantScheme
+from rapid_infer.quant.plain import PlainScheme
+
+if TYPE_CHECKING:
+    from rapid_infer.layers.stack import LayerStack
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """Parallel state, dtype, quantization, op resolver and the module's dotted `name`.
+
+    `max_positions` is the longest sequence the engine will run. `shared` holds what all layers of one model share (rope tables).
+    """
+
+    dtype: torch.dtype
+    ops: OpResolver
+    max_positions: int
+    parallel: ParallelState = field(default_factory=ParallelState)
+    quant: QuantScheme = field(default_factory=PlainScheme)
+    name: str = ""
+    shared: dict[Any, torch.Tensor] = field(default_factory=dict)
+
+    def sub(self, name: str) -> BuildContext:
+        """The context of the submodule stored as attribute `name`."""
+        return replace(self, name=f"{self.name}.{name}" if self.name else name)
+
+    def layers(self, n: int, build: Callable[[BuildContext, int], nn.Module], name: str = "layers") -> LayerStack:
+        """Build this pipeline stage's layers, `build(ctx, i)` for each global number i, to be stored as attribute `name`."""
+        from rapid_infer.layers.stack import LayerStack
+
+        ctx = self.sub(name)
+        return LayerStack({i: build(ctx.sub(str(i)), i) for i in range(n)})
+
+    def op(self, name: str, **facts: Any) -> BoundOp:
+        """The provider of op `name` for this layer; `facts` are the op's own static facts."""
+        return self.ops.bind(name, self.dtype, **facts)
+
+    def quant_method(self) -> QuantMethod:
+        return self.quant.method(self.name)

@@ -1,0 +1,22 @@
+"""The gated feed-forward layer."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from rapid_infer.layers.context import BuildContext
+from rapid_infer.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+
+
+class GatedMLP(nn.Module):
+    """`down(silu(gate(x)) * up(x))`; `gate_up_proj` holds both, gate first. x and result `[tokens, hidden]`."""
+
+    def __init__(self, ctx: BuildContext, hidden_size: int, intermediate_size: int, bias: bool = False) -> None:
+        super().__init__()
+        sizes = [intermediate_size, intermediate_size]
+        self.gate_up_proj = MergedColumnParallelLinear(ctx.sub("gate_up_proj"), hidden_size, sizes, bias)
+        self.down_proj = RowParallelLinear(ctx.sub("down_proj"), intermediate_size, hidden_size, bias)
+        self._activation = ctx.op("silu_and_mul")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self._activation(self.gate_up_proj(x)))

@@ -1,0 +1,29 @@
+"""RMSNorm and the residual stream."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from rapid_infer.layers.context import BuildContext
+
+
+class RMSNorm(nn.Module):
+    """weight `[size]`, whole on every rank."""
+
+    def __init__(self, ctx: BuildContext, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, dtype=ctx.dtype), requires_grad=False)
+        self.eps = eps
+        self._norm = ctx.op("rms_norm")
+        self._add_norm = ctx.op("fused_add_rms_norm")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[tokens, size]` -> the same, normed."""
+        return self._norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Add x to the residual stream and norm the sum: (normed, new residual). residual None: the stream starts with x."""
+        if residual is None:
+            return self._norm(x, self.weight, self.eps), x
+        return self._add_norm(x, residual, self.weight, self.eps)

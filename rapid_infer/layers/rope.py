@@ -1,0 +1,107 @@
+"""Rotary position embedding: its configuration in either published form, and the one table all layers share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rapid_infer.errors import ConfigError
+from rapid_infer.layers.context import BuildContext
+
+TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """`dim`: rotated features per head. `scaling`: the parameters of `type`, as (name, value) pairs.
+
+    `interleaved`: pairs (2i, 2i + 1) instead of (i, i + dim / 2).
+    """
+
+    theta: float
+    dim: int
+    type: str = "default"
+    scaling: tuple[tuple[str, float], ...] = ()
+    interleaved: bool = False
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], head_dim: int, max_positions: int, interleaved: bool = False) -> RopeConfig:
+        """From `rope_parameters` (rope_type, rope_theta, partial_rotary_factor, the type's own). ConfigError if unsupported."""
+        kind = values.get("rope_type") or values.get("type") or "default"
+        if kind not in TYPES:
+            raise ConfigError(f"rope_type {kind!r} is not supported; expected one of {', '.join(TYPES)}")
+        given = {k: v for k, v in values.items() if isinstance(v, (int, float)) and v is not None}
+        theta = given.pop("rope_theta", 10000.0)
+        dim = int(head_dim * given.pop("partial_rotary_factor", 1.0))
+        if kind in ("llama3", "yarn"):
+            given.setdefault("original_max_position_embeddings", max_positions)
+        needed = {"linear": ["factor"], "yarn": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"]}
+        for name in needed.get(kind, []):
+            if name not in given:
+                raise ConfigError(f"rope_type {kind!r} needs {name!r}, got only {sorted(values)}")
+        scaling = tuple(sorted((k, float(v)) for k, v in given.items())) if kind != "default" else ()
+        return cls(float(theta), dim, kind, scaling, interleaved)
+
+    def inverse_frequencies(self) -> tuple[Tensor, float]:
+        """(`[dim / 2]` fp32, factor on cos and sin)."""
+        plain = 1.0 / self.theta ** (torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim)
+        values = dict(self.scaling)
+        if self.type == "linear":
+            return plain / values["factor"], 1.0
+        if self.type == "llama3":
+            return _llama3(plain, values), 1.0
+        if self.type == "yarn":
+            return _yarn(plain, values, self.theta, self.dim)
+        return plain, 1.0
+
+
+def _llama3(plain: Tensor, values: dict[str, float]) -> Tensor:
+    low, high, original = (
+        values[k] for k in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    )
+    turns = original * plain / (2 * math.pi)
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - smooth) * plain / values["factor"] + smooth * plain
+
+
+def _yarn(plain: Tensor, values: dict[str, float], theta: float, dim: int) -> tuple[Tensor, float]:
+    """Source: Peng et al. 2023; high frequencies stay, low ones are interpolated, with a linear ramp between."""
+    factor, original = values["factor"], values["original_max_position_embeddings"]
+
+    def dimension(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = dimension(values.get("beta_fast", 32.0))
+    high = dimension(values.get("beta_slow", 1.0))
+    if values.get("truncate", 1.0):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+    frequencies = plain / factor * ramp + plain * (1 - ramp)
+    mscale, mscale_all = values.get("mscale", 0.0), values.get("mscale_all_dim", 0.0)
+    if "attention_factor" in values:
+        return frequencies, values["attention_factor"]
+    if mscale and mscale_all:
+        return frequencies, yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all)
+    return frequencies, yarn_mscale(factor, 1.0)
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def rope_table(ctx: BuildContext, config: RopeConfig) -> Tensor:
+    """`[positions, dim]` fp32, cosines in the first half, sines in the second; one per config, shared by all layers."""
+    key = (config.theta, config.dim, config.type, config.scaling)
+    if key not in ctx.shared:
+        with torch.device("cpu"):
+            frequencies, factor = config.inverse_frequencies()
+            angles = torch.outer(torch.arange(ctx.max_positions, dtype=torch.float32), frequencies)
+            table = torch.cat((angles.cos(), angles.sin()), dim=-1) * factor
+        ctx.shared[key] = table.to(ctx.ops.device)
+    return ctx.shared[key]

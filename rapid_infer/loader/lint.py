@@ -1,0 +1,70 @@
+"""Finds faults of a weight map without weights, by running each rule's own example names through the table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rapid_infer.loader.rules import Ignored, Rule
+from rapid_infer.loader.weight_map import Target, WeightMap
+
+
+def lint(table: WeightMap) -> list[str]:
+    """One line per fault; empty when there is none. Rules are numbered from 1, as `to_markdown` prints them."""
+    faults = [*_duplicates(table), *_unreached(table), *_ties(table), *_unstable(table)]
+    return list(dict.fromkeys(faults))
+
+
+def _duplicates(table: WeightMap) -> Iterator[str]:
+    first: dict[Rule, int] = {}
+    for position, rule in enumerate(table.rules):
+        if rule in first:
+            yield f"duplicate: {_name(table, position)} repeats rule {first[rule] + 1}"
+        first.setdefault(rule, position)
+
+
+def _unreached(table: WeightMap) -> Iterator[str]:
+    """Rules that never see a name they are there for, because an earlier rule takes or changes it."""
+    for position, rule in enumerate(table.rules):
+        for sample in rule.samples():
+            _, _, matched = table.trace(sample)
+            earlier = [before for before in matched if before < position]
+            if position in matched or not earlier or rule in table.rules[:position]:
+                continue
+            rival = earlier[-1]
+            kind = "ambiguous" if sample in table.rules[rival].samples() else "shadowed"
+            yield f"{kind}: {_name(table, position)} never sees {sample}, which {_name(table, rival)} takes first"
+
+
+def _ties(table: WeightMap) -> Iterator[str]:
+    sources: dict[str, str] = {}
+    for rule in table.ties:
+        if sources.setdefault(rule.source, rule.target) != rule.target:
+            yield f"ambiguous: {rule.source} is tied to {sources[rule.source]} and to {rule.target}"
+    for rule in table.ties:
+        if rule.target in sources:
+            yield f"ambiguous: {rule.source} is tied to {rule.target}, which is itself tied to {sources[rule.target]}"
+
+
+def _unstable(table: WeightMap) -> Iterator[str]:
+    for rule in table.rules:
+        for sample in rule.samples():
+            targets = table.resolve(sample)
+            if isinstance(targets, Ignored):
+                continue
+            names = {target.name for target in targets}
+            for target in targets:
+                again = _again(table, target)
+                if not again <= names:
+                    changed = ", ".join(sorted(again)) or "nothing"
+                    yield f"not idempotent: {sample} maps to {target.name}, which maps to {changed}"
+
+
+def _again(table: WeightMap, target: Target) -> set[str]:
+    """Names that the name of `target` maps to; the empty name when it is ignored."""
+    targets = table.resolve(target.name)
+    return {""} if isinstance(targets, Ignored) else {again.name for again in targets}
+
+
+def _name(table: WeightMap, position: int) -> str:
+    row = table.rules[position].row()
+    return f"rule {position + 1} ({row.kind} {row.source})"

@@ -1,0 +1,86 @@
+"""Loads a checkpoint into a model: plan, check, then copy slice by slice in the order of the files."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from rapid_infer.loader.index_map import Slices
+from rapid_infer.loader.inventory import Inventory, Reader
+from rapid_infer.loader.plan import Copy, plan_load
+from rapid_infer.loader.progress import Progress, silent
+from rapid_infer.loader.weight_map import WeightMap
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What loading did on this rank."""
+
+    bytes_read: int
+    seconds: float
+    num_tensors: int
+    """Checkpoint tensors of which this rank read something."""
+    ignored: dict[str, str]
+    """Checkpoint tensors that are not wanted, each with the reason."""
+
+
+def load_weights(
+    model: nn.Module, weight_map: WeightMap, directory: str | Path, *, progress: Progress | None = None
+) -> LoadReport:
+    """Fills every parameter of `model`, which must not be on the meta device, from the checkpoint in `directory`.
+
+    Reads this rank's slices only, casts while it copies, and ends with `finalize_weights`. WeightError, before any
+    weight is read, when the files cannot be read or do not fill the model exactly.
+    """
+    start = time.perf_counter()
+    inventory = Inventory.scan(directory)
+    plan = plan_load(model, weight_map, inventory)
+    plan.check()
+    done = 0
+    read: dict[str, int] = {}
+    with torch.no_grad(), (progress or silent)(plan.bytes_to_read) as advance:
+        for file, copies in groupby(plan.copies, key=lambda copy: copy.info.file):
+            with inventory.open(file) as reader:
+                for copy in copies:
+                    nbytes = _run(copy, reader)
+                    read[copy.info.name] = read.get(copy.info.name, 0) + nbytes
+                    advance(nbytes)
+                    done += 1
+    assert done == len(plan.copies), f"{done} of {len(plan.copies)} copies ran"
+    finalize(model)
+    return LoadReport(sum(read.values()), time.perf_counter() - start, len(read), plan.ignored)
+
+
+def finalize(model: nn.Module) -> None:
+    """Calls `finalize_weights()` once on every module that has it, parents before their children."""
+    with torch.no_grad():
+        for module in model.modules():
+            last_touch: Callable[[], None] | None = getattr(module, "finalize_weights", None)
+            if last_touch is not None:
+                last_touch()
+
+
+def _run(copy: Copy, reader: Reader) -> int:
+    """Performs one copy; the bytes it read."""
+    fetched: list[int] = []
+
+    def fetch(cut: Slices) -> torch.Tensor:
+        values = reader.read(copy.info.name, cut)
+        fetched.append(values.nbytes)
+        return values
+
+    param = copy.placement.param
+    assert not param.is_meta, f"the parameter for {copy.info.name} is still on the meta device"
+    region = param.data[copy.placement.target]
+    values = copy.read(fetch)
+    if values.numel() == 1:
+        values = values.reshape(region.shape)
+    assert region.shape == values.shape, f"{copy.info.name}: {list(values.shape)} for {list(region.shape)}"
+    region.copy_(values)
+    return sum(fetched)

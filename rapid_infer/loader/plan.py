@@ -1,0 +1,303 @@
+"""The load plan: every copy that fills this rank's parameters, settled and checked before a byte of weights is read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from rapid_infer.errors import WeightError
+from rapid_infer.layers.parameter import Part, Placement, parts_of, placement_of
+from rapid_infer.loader.causes import Evidence, likely_causes
+from rapid_infer.loader.coverage import Owned, owned_parameters
+from rapid_infer.loader.index_map import (
+    Fetch,
+    IndexMap,
+    Section,
+    Shape,
+    Slices,
+    chain,
+    full_slices,
+    is_scalar,
+    sliced_shape,
+)
+from rapid_infer.loader.inventory import Inventory, TensorInfo
+from rapid_infer.loader.problems import Kind, Problem, report, summary
+from rapid_infer.loader.weight_map import TIED, Ignored, Target, WeightMap
+
+CASTABLE = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
+"""Types that may be cast into one another; any other type must match exactly."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One copy: a slice of tensor `info`, laid out by `index`, into the region that `placement` names."""
+
+    info: TensorInfo
+    placement: Placement
+    index: IndexMap | None = None
+
+    def read(self, fetch: Fetch) -> torch.Tensor:
+        """The values to write, in the checkpoint's type; `fetch(slices)` reads a slice of the stored tensor."""
+        stored = self.info.shape
+        piece = self.index.shape(stored) if self.index else stored
+        # A single value fits whatever its shape is called: [] or [1].
+        source = full_slices(self.placement.source if piece == self.placement.shape else (), piece)
+        return self.index.read(fetch, stored, source) if self.index else fetch(source)
+
+    def nbytes(self) -> int:
+        """Bytes that `read` fetches from the file."""
+        if self.index is None and self.info.shape == self.placement.shape:
+            return math.prod(sliced_shape(self.placement.source, self.info.shape)) * self.info.dtype.itemsize
+        stored = torch.empty(self.info.shape, dtype=self.info.dtype, device="meta")
+        fetched: list[int] = []
+
+        def count(cut: Slices) -> torch.Tensor:
+            fetched.append(stored[cut].nbytes)
+            return stored[cut]
+
+        self.read(count)
+        return sum(fetched)
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """What `load_weights` will do on this rank, or why it cannot."""
+
+    directory: Path
+    model: str
+    copies: tuple[Copy, ...]
+    """In the order of files and of data within a file."""
+    ignored: dict[str, str]
+    """Checkpoint tensors that are not wanted, each with the reason."""
+    problems: tuple[Problem, ...]
+    causes: tuple[str, ...]
+    """Likely causes of the problems, each with what to do."""
+    bytes_to_read: int
+    """Bytes that this rank reads; other ranks' shards and experts are not among them."""
+
+    def names(self, kind: Kind) -> list[str]:
+        """Names with a problem of `kind`: parameters for MISSING and PARTLY_FILLED, else checkpoint tensors."""
+        return [problem.name for problem in self.problems if problem.kind is kind]
+
+    def check(self) -> None:
+        """WeightError with every problem in full and the likely causes, unless the checkpoint fills the model."""
+        if self.problems:
+            head = f"{self.directory} does not fill {self.model}: {summary(self.problems)}"
+            raise WeightError(
+                "\n".join([head, report(self.problems), *(f"likely cause: {text}" for text in self.causes)])
+            )
+
+
+def plan_load(model: nn.Module, weight_map: WeightMap, inventory: Inventory) -> LoadPlan:
+    """Finds a home for every tensor of `inventory` in `model`, whose parameters may be on the meta device.
+
+    Reads no weights and raises nothing for a checkpoint that does not fit: call `check` on the result. Every parameter
+    counts, a shared one once; buffers take no weights.
+    """
+    return _Planner(model, weight_map, inventory).run()
+
+
+@dataclass
+class _Planner:
+    model: nn.Module
+    weight_map: WeightMap
+    inventory: Inventory
+    copies: list[Copy] = field(default_factory=list)
+    ignored: dict[str, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.modules = dict(self.model.named_modules(remove_duplicate=False))
+        self.owned = owned_parameters(self.model)
+        self.tied = _tied_names(self.modules, self.weight_map)
+
+    def run(self) -> LoadPlan:
+        repeats = [info for info in self.inventory.tensors.values() if not self._place(info)]
+        self._fill_from_ties(repeats)
+        self._find_gaps()
+        order = {file: position for position, file in enumerate(self.inventory.files)}
+        self.copies.sort(key=lambda copy: (order[copy.info.file], copy.info.offset))
+        return LoadPlan(
+            directory=self.inventory.directory,
+            model=type(self.model).__name__,
+            copies=tuple(self.copies),
+            ignored=self.ignored,
+            problems=tuple(self.problems),
+            causes=tuple(likely_causes(self._evidence())) if self.problems else (),
+            bytes_to_read=sum(copy.nbytes() for copy in self.copies),
+        )
+
+    def _place(self, info: TensorInfo) -> bool:
+        """Plans one tensor; False when it repeats a tied parameter and is left for later."""
+        resolved = self.weight_map.resolve(info.name, self.tied)
+        if resolved == TIED:
+            return False
+        if isinstance(resolved, Ignored):
+            self.ignored[info.name] = resolved.why
+            return True
+        for target in resolved:
+            self._place_target(info, target)
+        return True
+
+    def _fill_from_ties(self, repeats: list[TensorInfo]) -> None:
+        """A checkpoint may hold a tied parameter under its second name only; then that one fills it."""
+        for info in repeats:
+            targets = self.weight_map.resolve(info.name)
+            if isinstance(targets, Ignored) or all(self._filled(target) for target in targets):
+                self.ignored[info.name] = TIED.why
+                continue
+            for target in targets:
+                self._place_target(info, target)
+
+    def _place_target(self, info: TensorInfo, target: Target) -> None:
+        try:
+            shape = target.index.shape(info.shape) if target.index else info.shape
+            pieces = self._pieces(target, shape)
+        except KeyError:
+            self._problem(Kind.UNEXPECTED, info, self._homeless(target))
+            return
+        except ValueError as error:
+            self._problem(Kind.SHAPE, info, f"{error}, for {target.name}", info.shape)
+            self._mark(target, target.part, info)
+            return
+        for part, index, placement in pieces:
+            self._place_piece(info, target, part, index, placement)
+
+    def _pieces(self, target: Target, shape: Shape) -> list[tuple[Part, IndexMap | None, Placement | None]]:
+        """The pieces that `target` fills: one, or all parts when the checkpoint merges what the module keeps apart."""
+        module = self.modules[target.path]
+        try:
+            return [(target.part, target.index, placement_of(module, target.leaf, target.part, target.expert))]
+        except KeyError:
+            parts = parts_of(module, target.leaf) if target.part is None else ()
+            if len(parts) < 2:
+                raise
+        placements = [placement_of(module, target.leaf, part, target.expert) for part in parts]
+        here = [placement for placement in placements if placement is not None]
+        if len(here) < len(placements):
+            return [(part, None, None) for part in parts]
+        sections = _sections([placement.shape for placement in here], shape)
+        return [(part, chain(target.index, cut), placement) for part, cut, placement in zip(parts, sections, here)]
+
+    def _place_piece(
+        self, info: TensorInfo, target: Target, part: Part, index: IndexMap | None, placement: Placement | None
+    ) -> None:
+        if placement is None:
+            self._mark(target, part, info)
+            return
+        owner = self.owned.get(id(placement.param))
+        assert owner is not None, f"the layer at {target.path} places {target.leaf} in a parameter it does not register"
+        rival = owner.add(_slot(placement, target.expert), part, target.expert, info.name)
+        where = owner.name if part is None else f"{owner.name}[{part}]"
+        shape = index.shape(info.shape) if index else info.shape
+        wanted, dtype = placement.shape, placement.param.dtype
+        if rival is not None:
+            self._problem(Kind.TWICE, info, f"{where} is already filled by {rival}")
+            return
+        fits = shape == wanted or (is_scalar(shape) and is_scalar(wanted))
+        casts = info.dtype == dtype or {info.dtype, dtype} <= CASTABLE
+        if not fits:
+            detail = f"checkpoint {list(shape)}, model {list(wanted)} for {where}"
+            self._problem(Kind.SHAPE, info, detail, shape, wanted)
+        if not casts:
+            self._problem(Kind.DTYPE, info, f"checkpoint {_short(info.dtype)}, model {_short(dtype)} for {where}")
+        if fits and casts:
+            _assert_consistent(placement, where)
+            self.copies.append(Copy(info, placement, index))
+
+    def _mark(self, target: Target, part: Part, info: TensorInfo) -> None:
+        """Notes a piece that another rank keeps, or that has been reported, so that it does not count as absent."""
+        owner = self._owner(target)
+        if owner is not None and target.expert is None:
+            owner.add(None, part, None, info.name)
+
+    def _owner(self, target: Target) -> Owned | None:
+        module = self.modules.get(target.path)
+        param = module._parameters.get(target.leaf) if module is not None else None
+        return self.owned[id(param)] if param is not None else None
+
+    def _filled(self, target: Target) -> bool:
+        owner = self._owner(target)
+        return owner is not None and bool(owner.filled)
+
+    def _find_gaps(self) -> None:
+        for owner in self.owned.values():
+            lacking = owner.lacking()
+            if lacking and not owner.filled:
+                self.problems.append(Problem(Kind.MISSING, owner.name))
+            elif lacking:
+                self.problems.append(Problem(Kind.PARTLY_FILLED, owner.name, f"lacks {owner.describe(lacking)}"))
+
+    def _homeless(self, target: Target) -> str:
+        """Why a target does not exist in the model."""
+        module = self.modules.get(target.path)
+        if module is None:
+            return f"the model has no module {target.path}"
+        if target.leaf in module._buffers:
+            return f"{target.name} is a buffer, and buffers take no weights: ignore it in the weight map"
+        if module._parameters.get(target.leaf) is None:
+            return f"{type(module).__name__} has no parameter {target.leaf}"
+        piece = "the whole" if target.part is None else f"piece {target.part}"
+        expert = "" if target.expert is None else f" of expert {target.expert}"
+        return f"{type(module).__name__} does not take {piece}{expert} of {target.name}"
+
+    def _problem(
+        self, kind: Kind, info: TensorInfo, detail: str, got: Shape | None = None, expected: Shape | None = None
+    ) -> None:
+        self.problems.append(Problem(kind, info.name, detail, got, expected))
+
+    def _evidence(self) -> Evidence:
+        def fits(name: str) -> bool:
+            targets = self.weight_map.resolve(name, self.tied)
+            if isinstance(targets, Ignored):
+                return targets == TIED
+            return all(self._owner(target) is not None and not self._filled(target) for target in targets)
+
+        names = tuple(owner.name for owner in self.owned.values())
+        return Evidence(tuple(self.problems), self.inventory.tensors, names, self.weight_map.ties, fits)
+
+
+def _tied_names(modules: dict[str, nn.Module], weight_map: WeightMap) -> frozenset[str]:
+    """Parameters of tie sources that are the very Parameter of the tie's target."""
+    names = set()
+    for rule in weight_map.ties:
+        source, target = modules.get(rule.source), modules.get(rule.target)
+        if source is not None and target is not None:
+            shared = {id(param) for param in target._parameters.values() if param is not None}
+            names |= {f"{rule.source}.{leaf}" for leaf, param in source._parameters.items() if id(param) in shared}
+    return frozenset(names)
+
+
+def _sections(parts: list[Shape], whole: Shape) -> list[Section]:
+    """Index maps that cut `whole` into pieces of shapes `parts`. ValueError when no dimension allows it."""
+    for dim in range(len(whole)):
+        sizes = tuple(part[dim] for part in parts if len(part) == len(whole))
+        if parts == [(*whole[:dim], size, *whole[dim + 1 :]) for size in sizes] and sum(sizes) == whole[dim]:
+            return [Section(sizes, piece, dim) for piece in range(len(parts))]
+    raise ValueError(f"checkpoint {list(whole)} cannot be cut into parts of shapes {[list(part) for part in parts]}")
+
+
+def _slot(placement: Placement, expert: int | None) -> int | None:
+    """Which expert of the parameter a placement fills; None when it does not single one out."""
+    if expert is None or not placement.target:
+        return None
+    first = placement.target[0]
+    if isinstance(first, int):
+        return first
+    start, stop, _ = first.indices(placement.param.shape[0])
+    return start if stop - start == 1 else None
+
+
+def _assert_consistent(placement: Placement, where: str) -> None:
+    """A region of another shape would be filled by broadcasting, silently."""
+    taken = sliced_shape(placement.source, placement.shape)
+    put = sliced_shape(placement.target, tuple(placement.param.shape))
+    assert taken == put, f"the layer that owns {where} takes {list(taken)} of the tensor for a region of {list(put)}"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

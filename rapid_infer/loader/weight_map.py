@@ -1,0 +1,159 @@
+"""`WeightMap`: the ordered table from checkpoint names to the pieces of a model's parameters.
+
+    WeightMap([
+        rename("language_model.model", "model", at_start=True),
+        experts(("gate_proj", "up_proj"), "gate_up_proj"),
+        experts("down_proj", "down_proj"),
+        stack(("q_proj", "k_proj", "v_proj"), "qkv_proj", parts=("q", "k", "v")),
+        stack(("gate_proj", "up_proj"), "gate_up_proj"),
+        ignore("mtp.**", "multi-token prediction layer"),
+        tie("lm_head", "model.embed_tokens"),
+    ])
+
+Each rule sees the name as the rules before it left it. What no rule matches keeps its name: `a.b.weight` is the leaf
+`weight` of module `a.b`. The table knows no model and no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+from rapid_infer.errors import PluginError
+from rapid_infer.layers.parameter import Part
+from rapid_infer.loader.index_map import IndexMap, interleave, transpose
+from rapid_infer.loader.rules import (
+    Draft,
+    Ignored,
+    Row,
+    Rule,
+    Tie,
+    experts,
+    ignore,
+    rename,
+    split,
+    stack,
+    tie,
+)
+
+__all__ = [
+    "Ignored",
+    "Target",
+    "WeightMap",
+    "experts",
+    "ignore",
+    "interleave",
+    "rename",
+    "split",
+    "stack",
+    "tie",
+    "transpose",
+]
+
+TIED = Ignored("tied")
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a checkpoint tensor belongs: piece `part` (of expert `expert`) of parameter `leaf` of module `path`.
+
+    `part` None is the whole parameter, `expert` None no expert or all of them; `index` says how the piece lies in the
+    stored tensor, None as it is.
+    """
+
+    path: str
+    leaf: str
+    part: Part = None
+    expert: int | None = None
+    index: IndexMap | None = None
+
+    @property
+    def name(self) -> str:
+        """Dotted name of the parameter in the model."""
+        return f"{self.path}.{self.leaf}" if self.path else self.leaf
+
+
+@dataclass(frozen=True, init=False)
+class WeightMap:
+    """An ordered, immutable table of rules; `a + b` is the rules of a, then those of b."""
+
+    rules: tuple[Rule, ...]
+
+    def __init__(self, rules: Iterable[Rule] = ()) -> None:
+        """PluginError when an entry is no rule."""
+        object.__setattr__(self, "rules", tuple(rules))
+        for rule in self.rules:
+            if not isinstance(rule, Rule):
+                raise PluginError(f"a weight map is a list of rules (rename, stack, ...), got {rule!r}")
+
+    def __add__(self, other: WeightMap) -> WeightMap:
+        return WeightMap(self.rules + other.rules)
+
+    def __iter__(self) -> Iterator[Rule]:
+        return iter(self.rules)
+
+    @property
+    def ties(self) -> tuple[Tie, ...]:
+        """The tie rules; whether one holds depends on the model."""
+        return tuple(rule for rule in self.rules if isinstance(rule, Tie))
+
+    def resolve(self, name: str, tied: Collection[str] = ()) -> list[Target] | Ignored:
+        """Everything that tensor `name` fills (several targets after a split), or why it is not wanted.
+
+        `tied` names the parameters that a tie rule speaks of and that the model at hand shares with their target.
+        """
+        drafts, dropped, _ = self.trace(name)
+        targets = [_target(draft) for draft in drafts]
+        kept = [target for target in targets if target.name not in tied]
+        if targets and not kept:
+            return TIED
+        return dropped if dropped is not None and not kept else kept
+
+    def trace(self, name: str) -> tuple[tuple[Draft, ...], Ignored | None, tuple[int, ...]]:
+        """What `name` becomes, the reason when it is ignored, and the positions of the rules that matched."""
+        drafts: tuple[Draft, ...] = (Draft(tuple(name.split("."))),)
+        dropped: Ignored | None = None
+        matched: list[int] = []
+        for position, rule in enumerate(self.rules):
+            after: list[Draft] = []
+            for draft in drafts:
+                result = rule.apply(draft)
+                if result is not None:
+                    matched.append(position)
+                if isinstance(result, Ignored):
+                    dropped = result
+                else:
+                    after.extend(result or (draft,))
+            drafts = tuple(after)
+        return drafts, dropped, tuple(dict.fromkeys(matched))
+
+    def lint(self) -> list[str]:
+        """Faults that show without weights: duplicate, ambiguous and shadowed rules, and names that map twice.
+
+        Each rule's own example names are run through the whole table. A table is idempotent when the name of a target
+        maps to itself, so that a checkpoint saved under the model's names loads again.
+        """
+        from rapid_infer.loader.lint import lint
+
+        return lint(self)
+
+    def rows(self) -> list[Row]:
+        """The table as (kind, source, target, note), in order."""
+        return [rule.row() for rule in self.rules]
+
+    def to_markdown(self) -> str:
+        """The table in Markdown."""
+        lines = ["| | rule | checkpoint | model | note |", "|---|---|---|---|---|"]
+        for number, row in enumerate(self.rows(), 1):
+            source, target = (f"`{text}`" if text else "" for text in (row.source, row.target))
+            lines.append(f"| {number} | {row.kind} | {source} | {target} | {row.note} |")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        rows = [Row("rule", "checkpoint", "model", "note"), *self.rows()]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+
+
+def _target(draft: Draft) -> Target:
+    return Target(".".join(draft.name[:-1]), draft.name[-1], draft.part, draft.expert, draft.index)

@@ -1,0 +1,25 @@
+"""Operators: one file per op (signature, meaning, torch reference), and providers that do the same faster.
+
+`bind` picks a provider when a layer is built; `table` says for every provider why it can or cannot run.
+"""
+
+from rapid_infer.ops.paged_attention import paged_attention
+from rapid_infer.ops.registry import OPS, BoundOp, Op, OpFacts, OpResolver, load_providers, register
+from rapid_infer.ops.rms_norm import fused_add_rms_norm, rms_norm
+from rapid_infer.ops.rope_kv_write import qk_norm_rope_kv_write
+from rapid_infer.ops.silu_and_mul import silu_and_mul
+
+__all__ = [
+    "OPS",
+    "BoundOp",
+    "Op",
+    "OpFacts",
+    "OpResolver",
+    "fused_add_rms_norm",
+    "load_providers",
+    "paged_attention",
+    "qk_norm_rope_kv_write",
+    "register",
+    "rms_norm",
+    "silu_and_mul",
+]

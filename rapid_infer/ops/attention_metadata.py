@@ -1,0 +1,31 @@
+"""Where the tokens of a step stand in their sequences and pages: what attention needs besides q, and the same for all layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass
+class AttentionMetadata:
+    """One cache group's view of a step with R rows and T tokens. Single-token rows come first.
+
+    block_table    `[table_rows, max_blocks]` int32: the group's whole table
+    rows           `[R]` int64: which rows of the table take part
+    query_start    `[R + 1]` int32: row i owns tokens `query_start[i] : query_start[i + 1]`
+    seq_lens       `[R]` int32: keys of each row, this step's included
+    slots          `[T]` int64: where each token's key and value go
+    max_query_len, max_seq_len   upper bounds known on the host
+    plans          what a provider derives once per step and reads in every layer, by a key of its own
+    """
+
+    block_table: Tensor
+    rows: Tensor
+    query_start: Tensor
+    seq_lens: Tensor
+    slots: Tensor
+    max_query_len: int
+    max_seq_len: int
+    plans: dict[str, Any] = field(default_factory=dict)

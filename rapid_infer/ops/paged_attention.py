@@ -1,0 +1,110 @@
+"""Causal attention of a step's tokens over the paged keys and values of their sequences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.registry import Case, op
+
+
+def make_metadata(
+    seq_lens: list[int], query_lens: list[int], block_size: int, device: str, spare_blocks: int = 2
+) -> tuple[AttentionMetadata, int]:
+    """Metadata with shuffled blocks for tests and benchmarks; returns it and the number of blocks."""
+    rows = len(seq_lens)
+    per_row = max(math.ceil(n / block_size) for n in seq_lens)
+    blocks = 1 + rows * per_row + spare_blocks
+    table = torch.randperm(blocks - 1)[: rows * per_row].view(rows, per_row).int() + 1
+    positions = torch.cat([torch.arange(n - q, n) for n, q in zip(seq_lens, query_lens)])
+    row_of = torch.repeat_interleave(torch.arange(rows), torch.tensor(query_lens))
+    slots = table[row_of, positions // block_size].long() * block_size + positions % block_size
+    start = torch.tensor([0, *query_lens]).cumsum(0).int()
+    metadata = AttentionMetadata(
+        block_table=table.to(device),
+        rows=torch.arange(rows, device=device),
+        query_start=start.to(device),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        slots=slots.to(device),
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+    )
+    return metadata, blocks
+
+
+def _inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
+    batches = (([1], [1]), ([7, 64, 33], [1, 1, 1]), ([5, 40, 9, 23], [1, 1, 9, 4]), ([130], [130]), ([130], [37]))
+    variants = (
+        {},
+        {"window": 6},
+        {"soft_cap": 3.0},
+        {"sinks": True},
+        {"return_lse": True},
+        {"window": 5, "soft_cap": 2.0, "sinks": True, "return_lse": True},
+    )
+    for i, (seq_lens, query_lens) in enumerate(batches):
+        for heads, kv_heads, dim, size in ((4, 4, 16, 4), (6, 2, 32, 16), (8, 1, 64, 16)):
+            for variant in variants if i == 2 else variants[:1]:
+                metadata, blocks = make_metadata(seq_lens, query_lens, size, device)
+                k, v = (torch.randn(blocks, size, kv_heads, dim, device=device).to(dtype) for _ in range(2))
+                options = {"window": None, "soft_cap": None, "sinks": None, "return_lse": False, **variant}
+                if options["sinks"]:
+                    options["sinks"] = torch.randn(heads, device=device)
+                q = torch.randn(sum(query_lens), heads, dim, device=device).to(dtype)
+                kwargs = {"q": q, "k_cache": k, "v_cache": v, "metadata": metadata, "scale": dim**-0.5, **options}
+                extra = {name: value is not None and value is not False for name, value in options.items()}
+                yield Case(kwargs, {"head_dim": dim, "block_size": size, **extra})
+
+
+@op(inputs=_inputs)
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Tensor | None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention in fp32; query j of a row with n keys and m queries sees keys `0 .. n - m + j`.
+
+    q                 `[tokens, heads, head_dim]`; heads is a multiple of kv_heads (grouped queries: consecutive heads share)
+    k_cache, v_cache  `[blocks, block_size, kv_heads, head_dim]`, this step's tokens already written
+    window            sees only the last `window` keys, its own included
+    soft_cap          scores become `cap * tanh(score / cap)`
+    sinks             `[heads]` one more score per head that takes weight and gives no value
+    returns           `[tokens, heads, head_dim]` in q's dtype; with `return_lse` also `[tokens, heads]` fp32, the natural
+                      log of the softmax denominator, sinks included
+    """
+    heads, kv_heads, dim = q.shape[1], k_cache.shape[-2], k_cache.shape[-1]
+    starts, lengths, rows = metadata.query_start.tolist(), metadata.seq_lens.tolist(), metadata.rows.tolist()
+    out = torch.empty(q.shape[0], heads, v_cache.shape[-1], dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    for row, start, stop, n in zip(rows, starts, starts[1:], lengths):
+        blocks = metadata.block_table[row, : math.ceil(n / k_cache.shape[1])].long()
+        keys, values = (
+            cache[blocks].view(-1, kv_heads, cache.shape[-1])[:n].float().repeat_interleave(heads // kv_heads, dim=1)
+            for cache in (k_cache, v_cache)
+        )
+        scores = torch.einsum("qhd,khd->hqk", q[start:stop].float(), keys) * scale
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        position = torch.arange(n - (stop - start), n, device=q.device).unsqueeze(1)
+        key = torch.arange(n, device=q.device)
+        hidden = key > position
+        if window is not None:
+            hidden |= key <= position - window
+        scores.masked_fill_(hidden, -math.inf)
+        total = torch.logsumexp(scores, dim=-1)
+        if sinks is not None:
+            total = torch.logaddexp(total, sinks.float().unsqueeze(1))
+        weights = torch.exp(scores - total.unsqueeze(-1))
+        out[start:stop] = torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
+        lse[start:stop] = total.t()
+    return (out, lse) if return_lse else out

@@ -1,0 +1,187 @@
+"""One registry of operators: a reference that defines each op, and providers with conditions and a priority.
+
+`supports` gives the reasons why a provider *cannot* run; the integer priority says which one *should*. Static facts decide once,
+when a layer is built; there is no fall-back at run time: a provider that fails, fails loudly.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from rapid_infer.errors import ConfigError, PluginError
+from rapid_infer.registry import EntryPointTable
+
+REFERENCE = "torch"
+BUILTIN_PROVIDERS = ("rapid_infer.ops.providers.cpu",)
+
+
+@dataclass(frozen=True)
+class OpFacts:
+    """What is known when a layer is built. `extra` holds the op's own facts (head_dim, window, ...)."""
+
+    device: str
+    dtype: torch.dtype
+    capability: tuple[int, int] | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, device: torch.device | str, dtype: torch.dtype, **extra: Any) -> OpFacts:
+        device = torch.device(device)
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        return cls(device.type, dtype, capability, extra)
+
+
+Supports = Callable[[OpFacts], Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Provider:
+    name: str
+    priority: int
+    supports: Supports
+    fn: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One input for the generic test: keyword arguments, and the facts a layer would have bound with."""
+
+    kwargs: dict[str, Any]
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class BoundOp:
+    """The provider chosen for one layer. Calling it runs the provider and counts."""
+
+    __slots__ = ("calls", "fn", "op", "provider")
+
+    def __init__(self, op: str, provider: str, fn: Callable[..., Any]) -> None:
+        self.op = op
+        self.provider = provider
+        self.fn = fn
+        self.calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.fn(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"BoundOp({self.op}={self.provider}, calls={self.calls})"
+
+
+class Op:
+    """An operator: `reference` gives signature, meaning and the oracle of the generic test.
+
+    `inputs(dtype, device)` yields test cases; `mutates` names arguments that are written in place.
+    """
+
+    def __init__(self, reference: Callable[..., Any], inputs: Callable[..., Iterator[Case]], mutates: tuple[str, ...]):
+        self.name = reference.__name__
+        self.reference = reference
+        self.inputs = inputs
+        self.mutates = mutates
+        self.providers: dict[str, Provider] = {REFERENCE: Provider(REFERENCE, 0, lambda facts: (), reference)}
+        self.__doc__ = reference.__doc__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.reference(*args, **kwargs)
+
+    def reasons(self, facts: OpFacts) -> dict[str, Sequence[str]]:
+        """Per provider, highest priority first, why it cannot run; empty when it can."""
+        ordered = sorted(self.providers.values(), key=lambda p: (-p.priority, p.name))
+        return {provider.name: provider.supports(facts) for provider in ordered}
+
+    def bind(self, facts: OpFacts, wanted: Sequence[str] = ()) -> BoundOp:
+        """The first provider of `wanted`, else the one of highest priority, that can run.
+
+        ConfigError when `wanted` names a provider that does not exist, or when none can run (with each one's reasons).
+        """
+        reasons = self.reasons(facts)
+        for name in wanted:
+            if name not in reasons:
+                raise ConfigError(f"op {self.name} has no provider {name!r}; it has: {', '.join(reasons)}")
+        for name in wanted or reasons:
+            if not reasons[name]:
+                return BoundOp(self.name, name, self.providers[name].fn)
+        listed = "; ".join(f"{name}: {', '.join(reasons[name])}" for name in wanted or reasons)
+        raise ConfigError(f"no provider of op {self.name} can run on {facts.device} in {facts.dtype}: {listed}")
+
+
+OPS: dict[str, Op] = {}
+
+
+def op(*, inputs: Callable[..., Iterator[Case]], mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Op]:
+    """Make the decorated torch function an op. Its signature is the contract of every provider."""
+
+    def define(reference: Callable[..., Any]) -> Op:
+        defined = Op(reference, inputs, mutates)
+        OPS[defined.name] = defined
+        return defined
+
+    return define
+
+
+def register(name: str, provider: str, *, priority: int, supports: Supports) -> Callable[[Any], Any]:
+    """Add a provider to op `name`. PluginError for an unknown op, a name in use or another signature."""
+
+    def add(fn: Callable[..., Any]) -> Callable[..., Any]:
+        target = OPS.get(name)
+        if target is None:
+            near = get_close_matches(name, OPS, n=1)
+            raise PluginError(f"provider {provider!r}: no op {name!r}" + (f", did you mean {near[0]!r}?" if near else ""))
+        if provider in target.providers:
+            raise PluginError(f"op {name} already has a provider {provider!r}")
+        expected, got = (list(inspect.signature(f).parameters) for f in (target.reference, fn))
+        if expected != got:
+            raise PluginError(f"provider {provider!r} of op {name} takes {got}, expected {expected}")
+        target.providers[provider] = Provider(provider, priority, supports, fn)
+        return fn
+
+    return add
+
+
+_loaded: set[str] = set()
+
+
+def load_providers() -> None:
+    """Import the built-in providers and those that installed packages declare under `rapid_infer.ops`. Once per process."""
+    table = EntryPointTable("rapid_infer.ops")
+    for module in (*BUILTIN_PROVIDERS, *(entry.target for entry in table.entries())):
+        if module not in _loaded:
+            _loaded.add(module)
+            import_module(module.partition(":")[0])
+
+
+class OpResolver:
+    """Binds ops for one model: device, the user's priorities, and a record of what was bound."""
+
+    def __init__(self, device: torch.device | str, priority: Mapping[str, Sequence[str]] | None = None) -> None:
+        load_providers()
+        self.device = torch.device(device)
+        self.priority = dict(priority or {})
+        self.bound: list[BoundOp] = []
+        for name in self.priority:
+            if name not in OPS:
+                near = get_close_matches(name, OPS, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(f"op_priority names an unknown op {name!r}{hint} Known: {', '.join(OPS)}")
+
+    def bind(self, name: str, dtype: torch.dtype, **extra: Any) -> BoundOp:
+        bound = OPS[name].bind(OpFacts.of(self.device, dtype, **extra), self.priority.get(name, ()))
+        self.bound.append(bound)
+        return bound
+
+    def counts(self) -> dict[str, int]:
+        """Calls per `op=provider`, of what actually ran."""
+        totals: dict[str, int] = {}
+        for bound in self.bound:
+            key = f"{bound.op}={bound.provider}"
+            totals[key] = totals.get(key, 0) + bound.calls
+        return totals

@@ -1,0 +1,92 @@
+"""From the merged QKV projection to a query ready for attention, with keys and values written to their pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from rapid_infer.ops.registry import Case, op
+from rapid_infer.ops.rms_norm import _normalize
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotate the first `2 * cos.shape[-1]` features of x `[tokens, heads, dim]` in fp32; the rest passes through.
+
+    Pairs are (i, i + half) for the half-split style and (2i, 2i + 1) for the interleaved one.
+    """
+    half = cos.shape[-1]
+    turning, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    if interleaved:
+        a, b = turning[..., 0::2], turning[..., 1::2]
+        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    else:
+        a, b = turning[..., :half], turning[..., half:]
+        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    turned = turned.to(x.dtype)
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+
+def _inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device).to(dtype)
+
+    styles = ((4, 2, 16, 16, True, False), (3, 1, 24, 8, False, True), (2, 2, 8, 0, False, False))
+    for heads, kv_heads, dim, rotary, norm, interleaved in styles:
+        tokens, blocks, size = 9, 5, 4
+        slots = torch.randperm(blocks * size, device=device)[:tokens]
+        angle = torch.rand(64, rotary // 2, device=device)
+        yield Case(
+            {
+                "qkv": rand(tokens, (heads + 2 * kv_heads) * dim),
+                "positions": torch.randint(64, (tokens,), device=device),
+                "cos_sin": torch.cat((angle.cos(), angle.sin()), -1) if rotary else None,
+                "slots": slots,
+                "k_cache": rand(blocks, size, kv_heads, dim),
+                "v_cache": rand(blocks, size, kv_heads, dim),
+                "q_weight": rand(dim) if norm else None,
+                "k_weight": rand(dim) if norm else None,
+                "eps": 1e-6,
+                "interleaved": interleaved,
+            },
+            {"head_dim": dim, "rotary_dim": rotary},
+        )
+
+
+@op(inputs=_inputs, mutates=("k_cache", "v_cache"))
+def qk_norm_rope_kv_write(
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor | None,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    interleaved: bool,
+) -> Tensor:
+    """Per head: RMSNorm of q and k (if weights are given), rotate both, write k and v to their slots, return q.
+
+    qkv        `[tokens, (heads + 2 * kv_heads) * head_dim]`, all of Q, then K, then V
+    positions  `[tokens]` int64
+    cos_sin    `[positions, rotary_dim]` fp32, cosines in the first half; None: no rotation. rotary_dim may be below head_dim
+    slots      `[tokens]` int64, `block * block_size + offset`, all different but for padding
+    k_cache, v_cache  `[blocks, block_size, kv_heads, head_dim]`, written in place
+    returns q  `[tokens, heads, head_dim]` in qkv's dtype; kv_heads and head_dim are those of the cache
+    """
+    kv_heads, dim = k_cache.shape[-2:]
+    heads = qkv.shape[-1] // dim - 2 * kv_heads
+    q, k, v = qkv.view(len(qkv), -1, dim).split((heads, kv_heads, kv_heads), dim=1)
+    if q_weight is not None:
+        q = _normalize(q, q_weight, eps)
+    if k_weight is not None:
+        k = _normalize(k, k_weight, eps)
+    if cos_sin is not None:
+        cos, sin = cos_sin[positions].chunk(2, dim=-1)
+        q, k = rotate(q, cos, sin, interleaved), rotate(k, cos, sin, interleaved)
+    k_cache.view(-1, kv_heads, dim)[slots] = k.to(k_cache.dtype)
+    v_cache.view(-1, kv_heads, dim)[slots] = v.to(v_cache.dtype)
+    return q

@@ -1,0 +1,79 @@
+"""The contract of a weight format, and the choice of one from a checkpoint's `quantization_config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rapid_infer.errors import ConfigError
+from rapid_infer.registry import EntryPointTable
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter of a linear layer: which dimensions run over its output and input features.
+
+    A dimension holds `features / group` elements (a 128x128 block scale has groups of 128, eight 4-bit values in an int32 a group
+    of 8). None: the parameter has no such dimension and every rank takes it whole.
+    """
+
+    dtype: torch.dtype
+    out_dim: int | None = 0
+    in_dim: int | None = 1
+    out_group: int = 1
+    in_group: int = 1
+
+    def shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
+        sizes = {self.out_dim: -(-out_features // self.out_group), self.in_dim: -(-in_features // self.in_group)}
+        return tuple(sizes[dim] for dim in sorted(d for d in sizes if d is not None))
+
+
+class QuantMethod(Protocol):
+    """How one linear layer stores and applies its weight."""
+
+    def params(self, dtype: torch.dtype) -> Mapping[str, ParamSpec]:
+        """The parameters by leaf name ("weight", "weight_scale_inv", ...); `dtype` is that of activations."""
+        ...
+
+    def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """`x [tokens, in] -> [tokens, out]`, without bias."""
+        ...
+
+    def finalize(self, layer: nn.Module) -> None:
+        """Repack once all weights are in place."""
+        ...
+
+
+class QuantScheme(Protocol):
+    """A checkpoint's whole scheme: which method each module uses."""
+
+    name: str
+
+    def method(self, module: str) -> QuantMethod:
+        """The method for the linear layer with this dotted name."""
+        ...
+
+
+def select_scheme(quantization_config: Mapping[str, Any] | None) -> QuantScheme:
+    """The scheme for a checkpoint. ConfigError, naming method and supported ones, when none is installed for it.
+
+    Schemes are classes with `from_config(dict)`, found under the entry-point group `rapid_infer.quantization` by `quant_method`.
+    """
+    from rapid_infer.quant.plain import PlainScheme
+
+    if not quantization_config:
+        return PlainScheme()
+    table = EntryPointTable("rapid_infer.quantization")
+    method = quantization_config.get("quant_method") or quantization_config.get("quant_algo")
+    if method not in table.names():
+        supported = ", ".join(["none (bfloat16, float16, float32)", *table.names()])
+        raise ConfigError(
+            f"config.json says the weights are quantized with quant_method={method!r}, which nothing installed supports "
+            f"(supported: {supported}); use an unquantized checkpoint of this model or install a package for {method!r}"
+        )
+    scheme: Any = table.load(table.lookup(method))
+    return scheme.from_config(quantization_config)

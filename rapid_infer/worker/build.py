@@ -1,0 +1,116 @@
+"""From a checkpoint to a model that is ready to run: build on the device, load, allocate and bind the caches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rapid_infer.cache.budget import GIB, CachePlan, fit_model_len, plan_blocks
+from rapid_infer.cache.spec import CacheGroup, CacheSpec, blocks_for
+from rapid_infer.config import EngineConfig
+from rapid_infer.device import available_host_memory
+from rapid_infer.errors import PluginError
+from rapid_infer.layers.attention import CachedModule
+from rapid_infer.layers.context import BuildContext
+from rapid_infer.layers.linear import Linear
+from rapid_infer.loader import LoadReport, load_dummy, load_weights
+from rapid_infer.models.checkpoint import Checkpoint
+from rapid_infer.ops.registry import OpResolver
+from rapid_infer.quant import select_scheme
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class BuiltModel:
+    """`report` is None for dummy weights."""
+
+    model: Any
+    config: Any
+    ops: OpResolver
+    report: LoadReport | None = None
+
+
+def build_model(cls: Any, checkpoint: Checkpoint, config: EngineConfig, device: torch.device | str) -> BuiltModel:
+    """The model with uninitialised parameters of the right dtype. `device` "meta" builds it without memory."""
+    device = torch.device(device)
+    model_config = cls.read_config(checkpoint.hf_config)
+    ops = OpResolver("cpu" if device.type == "meta" else device, dict(config.op_priority))
+    ctx = BuildContext(
+        dtype=getattr(torch, config.model.dtype),
+        ops=ops,
+        max_positions=config.model.max_model_len,
+        quant=select_scheme(checkpoint.quantization_config),
+    )
+    with torch.device(device), torch.no_grad():
+        model = cls(model_config, ctx)
+    _check_names(model)
+    return BuiltModel(model.eval(), model_config, ops)
+
+
+def _check_names(model: nn.Module) -> None:
+    """Quantization and errors go by the name in the context, so it must be where the module stands."""
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) and module.ctx_name != name:
+            raise PluginError(
+                f"{type(model).__name__}: the layer at {name!r} was built with the context of {module.ctx_name!r}; "
+                f"pass ctx.sub(...) with the attribute's own name"
+            )
+
+
+def load(built: BuiltModel, checkpoint: Checkpoint, config: EngineConfig) -> None:
+    """Fill the parameters. WeightError when the checkpoint does not fill them exactly."""
+    if config.model.load_format == "dummy":
+        load_dummy(built.model)
+        return
+    built.report = load_weights(built.model, built.model.weight_map, checkpoint.path)
+
+
+def cached_modules(model: nn.Module) -> dict[CacheSpec, list[CachedModule]]:
+    """Modules with a cache, by spec, in the model's order."""
+    groups: dict[CacheSpec, list[CachedModule]] = {}
+    for module in model.modules():
+        if isinstance(module, CachedModule):
+            groups.setdefault(module.cache_spec, []).append(module)
+    return groups
+
+
+def cache_groups(model: nn.Module) -> list[CacheGroup]:
+    return [CacheGroup(spec, len(modules)) for spec, modules in cached_modules(model).items()]
+
+
+def cache_budget(config: EngineConfig, groups: Sequence[CacheGroup]) -> int:
+    """Bytes for the caches: what the user said, else what the device has to spare, never more than all rows could use."""
+    if config.cache.kv_cache_memory_bytes is not None:
+        return config.cache.kv_cache_memory_bytes
+    size = config.cache.block_size
+    rows_full = config.scheduler.max_num_seqs * blocks_for(config.model.max_model_len, size) + 1
+    useful = rows_full * sum(group.page_bytes(size) for group in groups)
+    if config.device == "cuda":
+        free, _ = torch.cuda.mem_get_info()
+        return min(useful, int(free * config.cache.gpu_memory_utilization) - GIB)
+    return min(useful, 4 * GIB, available_host_memory() // 4)
+
+
+def plan_cache(config: EngineConfig, groups: Sequence[CacheGroup]) -> tuple[CachePlan, int]:
+    """(plan, max_model_len). ConfigError, with the arithmetic, when one request of the wanted length cannot fit."""
+    plan = plan_blocks(groups, config.cache.block_size, cache_budget(config, groups))
+    length = fit_model_len(plan, config.model.max_model_len, shrink=config.model.max_model_len_is_auto)
+    logger.info("%s", plan)
+    if length < config.model.max_model_len:
+        logger.warning("max_model_len lowered from %d to %d, which is what the cache holds", config.model.max_model_len, length)
+    return plan, length
+
+
+def allocate_caches(model: nn.Module, plan: CachePlan, device: torch.device | str) -> None:
+    """One tensor per group, each layer bound to its slice. Not zeroed: nothing reads beyond a row's length."""
+    for number, (spec, modules) in enumerate(cached_modules(model).items()):
+        shape = spec.layout(len(modules), plan.num_blocks, plan.block_size)
+        cache = torch.empty(shape, dtype=getattr(torch, spec.dtype), device=device)
+        for layer, module in enumerate(modules):
+            module.bind_cache(number, cache[layer])

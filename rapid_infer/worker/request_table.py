@@ -1,0 +1,55 @@
+"""What the device knows of the running rows, in preallocated tensors. Its lengths are the truth; the host plans with upper bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rapid_infer.engine.step_plan import StepPlan
+from rapid_infer.worker.sampler import SamplingState
+
+
+class RequestTable:
+    """One slot per row, and one more, `dummy`, for padding rows.
+
+    last_token    `[rows + 1]` int64: the newest token of each row, not yet computed
+    length        `[rows + 1]` int64: tokens whose keys and values are in the cache
+    block_tables  per cache group `[rows + 1, max_blocks]` int32; the dummy row's blocks are all 0
+    """
+
+    def __init__(self, device: torch.device, max_num_seqs: int, num_groups: int, max_blocks: int) -> None:
+        rows = max_num_seqs + 1
+        self.dummy = max_num_seqs
+        self.last_token, self.length = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
+        self.block_tables = [
+            torch.zeros(rows, max_blocks, dtype=torch.int32, device=device) for _ in range(num_groups)
+        ]
+        self.sampling = SamplingState.empty(rows, device)
+
+    @staticmethod
+    def delta(plan: StepPlan) -> list[np.ndarray]:
+        """The arrays of `plan` that `apply` takes, in its order."""
+        arrays: list[np.ndarray] = []
+        new = plan.new_rows
+        if new is not None:
+            arrays += [new.rows, new.computed, new.temperature, new.top_k, new.top_p, new.seed, new.sample_index]
+        for group in plan.new_blocks:
+            if len(group.rows):
+                arrays += [group.rows, group.columns, group.blocks]
+        return arrays
+
+    def apply(self, plan: StepPlan, staged: Iterator[Tensor]) -> None:
+        """Carry out the delta; `staged` yields the arrays of `delta(plan)` on the device."""
+        if plan.new_rows is not None:
+            rows = next(staged).long()
+            self.length[rows] = next(staged).long()
+            state = self.sampling
+            for field in (state.temperature, state.top_k, state.top_p, state.seed, state.sample_index):
+                field[rows] = next(staged)
+        for group, table in zip(plan.new_blocks, self.block_tables):
+            if len(group.rows):
+                rows, columns, blocks = next(staged), next(staged), next(staged)
+                table[rows.long(), columns.long()] = blocks

@@ -1,0 +1,300 @@
+"""The command line around the plugin table: listing, checking, exit codes, and how long a listing takes."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import rapid_infer.errors
+from rapid_infer import cli, registry
+from rapid_infer.cli import app
+from rapid_infer.errors import ConfigError, EngineDeadError
+from rapid_infer.registry import ModelTable
+from rapid_infer.version import __version__
+
+ROOT = Path(rapid_infer.errors.__file__).parents[1]
+LIMIT_S = float(os.environ.get("RAPID_INFER_TEST_CLI_LIMIT_S", "0.3"))
+GOOD = "class Model:\n    pass\n"
+Run = Callable[..., tuple[int, str, str]]
+
+
+def install(
+    site: Path, distribution: str, targets: dict[str, str], source: str | None = GOOD, requires: str = "torch"
+) -> Path:
+    """Write what `pip install` would leave in `site`; all targets are in the module fakeplug_<distribution>."""
+    module = f"fakeplug_{distribution.replace('-', '_')}"
+    folder = site / f"{distribution.replace('-', '_')}-1.0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text(f"Name: {distribution}\nVersion: 1.0\nRequires-Dist: {requires}\n")
+    points = "".join(f"{name} = {module}:{attribute}\n" for name, attribute in targets.items())
+    (folder / "entry_points.txt").write_text(f"[rapid_infer.models]\n{points}")
+    if source is not None:
+        (site / f"{module}.py").write_text(source)
+    return folder
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty site folder that is also all that the command sees."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(registry, "ModelRegistry", ModelTable([str(folder)]))
+    yield folder
+    for name in [name for name in sys.modules if name.startswith("fakeplug_")]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*args: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as left:
+            app.run(list(args))
+        out, err = capsys.readouterr()
+        return int(left.value.code or 0), out, err
+
+    return call
+
+
+def test_the_table_and_the_json_list_what_is_installed(site: Path, run: Run) -> None:
+    install(site, "plug-b", {"BForCausalLM": "Model"}, source="raise RuntimeError('imported')")
+    install(site, "plug-a", {"AForCausalLM": "Model"})
+    registry.ModelRegistry.register("CForCausalLM", "fakeplug_here:Model")
+
+    code, out, _ = run("models")
+    assert code == 0
+    assert [line.split() for line in out.splitlines()] == [
+        ["architecture", "target", "distribution", "version"],
+        ["AForCausalLM", "fakeplug_plug_a:Model", "plug-a", "1.0"],
+        ["BForCausalLM", "fakeplug_plug_b:Model", "plug-b", "1.0"],
+        ["CForCausalLM", "fakeplug_here:Model", "registered", "here"],
+    ]
+    code, out, _ = run("models", "--json")
+    report = json.loads(out)
+    assert (code, report["version"], report["api_version"]) == (0, __version__, registry.API_VERSION)
+    assert [model["source"] for model in report["models"]] == ["entry point", "entry point", "registered"]
+    assert report["models"][0] == {
+        "architecture": "AForCausalLM",
+        "target": "fakeplug_plug_a:Model",
+        "distribution": "plug-a",
+        "version": "1.0",
+        "source": "entry point",
+    }
+
+
+def test_a_long_target_is_not_cut_in_a_pipe(site: Path, run: Run) -> None:
+    attribute = "Model" * 40
+    install(site, "plug-a", {"AForCausalLM": attribute})
+    assert f"fakeplug_plug_a:{attribute} " in run("models")[1]
+
+
+def test_nothing_installed_is_no_error(site: Path, run: Run) -> None:
+    code, out, _ = run("models", "--check")
+    assert code == 0
+    assert "pip install rapid-infer-llama" in out
+
+
+def test_check_passes_when_all_is_well_and_keeps_prints_out_of_the_json(site: Path, run: Run) -> None:
+    install(site, "plug-a", {"A": "Model"}, source=f"print('noise')\n{GOOD}", requires="rapid-infer>=0.0.1")
+    code, out, err = run("models", "--check", "--json")
+    report = json.loads(out)
+    assert (code, report["ok"], report["findings"]) == (0, True, [])
+    assert report["models"][0]["status"] == "ok"
+    assert "noise" in err
+    assert run("models", "--check")[0] == 0
+
+
+def test_check_shows_every_real_error(site: Path, run: Run) -> None:
+    install(site, "plug-good", {"Good": "Model"})
+    install(site, "plug-import", {"Import": "Model"}, source="import fakeplug_nosuch")
+    install(site, "plug-syntax", {"Syntax": "Model"}, source="x = (")
+    install(site, "plug-attr", {"Attr": "Missing"})
+    install(site, "plug-old", {"Old": "Model"}, requires="rapid-infer<0.0.1")
+    install(site, "plug-one", {"Clash": "Model"})
+    install(site, "plug-two", {"Clash": "Model"})
+    unreadable = install(site, "plug-bad", {"Bad": "Model"})
+    (unreadable / "METADATA").write_bytes(b"\xff")
+
+    code, out, _ = run("models", "--check", "--json")
+    report = json.loads(out)
+    assert (code, report["ok"]) == (1, False)
+    status = {(model["architecture"], model["distribution"]): model["status"] for model in report["models"]}
+    assert status == {
+        ("Good", "plug-good"): "ok",
+        ("Import", "plug-import"): "broken",
+        ("Syntax", "plug-syntax"): "broken",
+        ("Attr", "plug-attr"): "broken",
+        ("Old", "plug-old"): "broken",
+        ("Clash", "plug-one"): "clash",
+        ("Clash", "plug-two"): "clash",
+        ("Bad", "plug-bad"): "broken",
+    }
+    expected = [
+        ("broken", "ModuleNotFoundError: No module named 'fakeplug_nosuch'"),
+        ("broken", "SyntaxError: '(' was never closed"),
+        ("broken", "AttributeError: module 'fakeplug_plug_attr' has no attribute 'Missing'"),
+        ("broken", "plug-old 1.0 requires rapid-infer<0.0.1"),
+        ("clash", "`pip uninstall plug-one` or `pip uninstall plug-two`"),
+        ("unreadable", "METADATA is unreadable"),
+    ]
+    assert len(report["findings"]) == len(expected)
+    code, out, _ = run("models", "--check")
+    assert code == 1
+    for kind, text in expected:
+        assert any(line.startswith(f"{kind}: ") and text in line for line in out.splitlines())
+    assert "fakeplug_plug_old" not in sys.modules
+
+
+def test_a_plain_listing_points_to_check_when_the_metadata_alone_is_wrong(site: Path, run: Run) -> None:
+    install(site, "plug-one", {"Clash": "Model"})
+    assert "--check" not in run("models")[1]
+    registry.ModelRegistry.table.__dict__.pop("_scan")
+    install(site, "plug-two", {"Clash": "Model"})
+    code, out, _ = run("models")
+    assert code == 0
+    assert out.splitlines()[-1].endswith("rapid-infer models --check")
+
+
+@pytest.mark.parametrize(("name", "kind", "expected"), [("A", "note", 0), ("B", "stale", 1)])
+def test_metadata_found_twice_is_reported_with_both_paths(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, name: str, kind: str, expected: int
+) -> None:
+    used = install(site, "plug-a", {"A": "Model"})
+    hidden = install(tmp_path / "other", "plug-a", {name: "Model"})
+    monkeypatch.setattr(registry, "ModelRegistry", ModelTable([str(site), str(tmp_path / "other")]))
+    code, out, _ = run("models", "--check", "--json")
+    (finding,) = json.loads(out)["findings"]
+    assert (code, finding["kind"]) == (expected, kind)
+    assert f"{used} is used and hides {hidden}" in finding["message"]
+
+
+@pytest.mark.parametrize("layout", ["editable", "egg-info"])
+def test_a_source_folder_that_has_moved_on_is_stale(site: Path, tmp_path: Path, run: Run, layout: str) -> None:
+    folder = install(site, "plug-a", {"A": "Model", "B": "Model"})
+    source = tmp_path / "my source"
+    if layout == "editable":
+        source.mkdir()
+        link = {"url": source.as_uri(), "dir_info": {"editable": True}}
+        (folder / "direct_url.json").write_text(json.dumps(link))
+    else:
+        source = site
+        (folder / "METADATA").rename(folder / "PKG-INFO")
+        folder.rename(site / "plug_a.egg-info")
+    project = source / "pyproject.toml"
+    header = '[project]\nname = "plug-a"\n[project.entry-points."rapid_infer.models"]\nA = "fakeplug_plug_a:Model"\n'
+
+    project.write_text(f'{header}B = "fakeplug_plug_a:Model"\n')
+    assert run("models", "--check")[0] == 0
+
+    project.write_text(f'{header}C = "fakeplug_plug_a:Model"\n')
+    code, out, _ = run("models", "--check", "--json")
+    (finding,) = json.loads(out)["findings"]
+    assert (code, finding["kind"], finding["distribution"]) == (1, "stale", "plug-a")
+    assert f"differ in B, C; reinstall it: `pip install -e {source}`" in finding["message"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (ConfigError("head_dim: got 0, expected more"), 2, "error: head_dim: got 0, expected more\n"),
+        (EngineDeadError("rank 1 died first"), 1, "error: rank 1 died first\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_errors_become_one_message_and_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch, run: Run, error: BaseException, code: int, message: str
+) -> None:
+    def fail(table: object) -> None:
+        raise error
+
+    monkeypatch.setattr("rapid_infer.cli.models.check_models", fail)
+    assert run("models", "--check") == (code, "", message)
+
+
+def test_an_unexpected_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(table: object) -> None:
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr("rapid_infer.cli.models.check_models", fail)
+    with pytest.raises(ZeroDivisionError, match="ours"):
+        app.run(["models", "--check"])
+
+
+def test_usage_errors_exit_with_2(run: Run) -> None:
+    for args in [["nosuch"], ["models", "--nosuch"], ["--nosuch"]]:
+        code, out, err = run(*args)
+        assert (code, out) == (2, "")
+        assert args[-1] in err
+
+
+def test_help_has_a_line_for_every_command_and_an_example(run: Run) -> None:
+    code, out, _ = run("--help")
+    assert code == 0
+    assert all(any(f" {name} " in line for line in out.splitlines()) for name in app.COMMANDS)
+    assert "Example: rapid-infer models --check" in out
+    assert "completion" not in out
+    assert run("models", "--help")[0] == 0
+
+
+def test_only_the_called_command_is_imported(monkeypatch: pytest.MonkeyPatch, site: Path, run: Run) -> None:
+    monkeypatch.setitem(app.COMMANDS, "other", "fakeplug_other:command")
+    (site / "fakeplug_other.py").write_text('def command() -> None:\n    """Do something else."""\n    print("done")\n')
+    assert run("models")[0] == 0
+    assert "fakeplug_other" not in sys.modules
+    assert "Do something else." in run("--help")[1]
+    assert run("other")[:2] == (0, "done\n")
+
+
+def test_version_is_printed_on_both_ways(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run: Run
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["rapid-infer", "--version"])
+    cli.main()
+    assert capsys.readouterr().out == f"rapid-infer {__version__}\n"
+    assert run("--version")[:2] == (0, f"rapid-infer {__version__}\n")
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Path:
+    """50 plugins whose modules sleep and leave a mark when they are imported, and a torch that does the same."""
+    source = f"import pathlib, time\npathlib.Path({str(tmp_path)!r}, 'imported').touch()\ntime.sleep(5)\n"
+    for number in range(50):
+        install(tmp_path, f"plug-{number}", {f"Fake{number}ForCausalLM": "Model"}, source=source)
+    (tmp_path / "torch.py").write_text(source)
+    return tmp_path
+
+
+def process(folder: Path, *args: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    command = [sys.executable, "-m", "rapid_infer.cli", *args]
+    start = time.perf_counter()
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+    return done, time.perf_counter() - start
+
+
+@pytest.mark.parametrize("args", [["--version"], ["models"], ["models", "--json"]])
+def test_a_listing_is_fast_and_imports_neither_torch_nor_a_plugin(many: Path, args: list[str]) -> None:
+    runs = [process(many, *args) for _ in range(5)]
+    for done, _ in runs:
+        assert (done.returncode, done.stderr) == (0, "")
+    assert not (many / "imported").exists()
+    if args == ["models", "--json"]:
+        listed = {model["architecture"] for model in json.loads(runs[0][0].stdout)["models"]}
+        assert {f"Fake{number}ForCausalLM" for number in range(50)} <= listed
+    best = min(seconds for _, seconds in runs)
+    print(f"{' '.join(args)}: best of 5 {best:.3f} s")
+    assert best < LIMIT_S, f"{args} took {best:.3f} s at best; the limit is {LIMIT_S} s"
+
+
+def test_exit_codes_reach_the_shell(many: Path) -> None:
+    assert process(many, "models", "--nosuch")[0].returncode == 2
+    (many / "rich.py").write_text("raise ZeroDivisionError('ours')")
+    done, _ = process(many, "models")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "ZeroDivisionError: ours" in done.stderr
