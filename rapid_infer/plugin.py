@@ -27,8 +27,17 @@ if TYPE_CHECKING:
     from rapid_infer.layers.parameter import Part, Placement
     from rapid_infer.layers.rope import RopeConfig
     from rapid_infer.layers.stack import LayerStack
-    from rapid_infer.loader.rules import experts, ignore, rename, split, stack, tie
-    from rapid_infer.loader.weight_map import WeightMap
+    from rapid_infer.loader.weight_map import (
+        WeightMap,
+        experts,
+        ignore,
+        interleave,
+        rename,
+        split,
+        stack,
+        tie,
+        transpose,
+    )
     from rapid_infer.models.config_reader import ConfigReader
 
 _MODULES = {
@@ -50,8 +59,17 @@ _MODULES = {
     "rapid_infer.layers.parameter": ("Part", "Placement"),
     "rapid_infer.layers.rope": ("RopeConfig",),
     "rapid_infer.layers.stack": ("LayerStack",),
-    "rapid_infer.loader.rules": ("experts", "ignore", "rename", "split", "stack", "tie"),
-    "rapid_infer.loader.weight_map": ("WeightMap",),
+    "rapid_infer.loader.weight_map": (
+        "WeightMap",
+        "experts",
+        "ignore",
+        "interleave",
+        "rename",
+        "split",
+        "stack",
+        "tie",
+        "transpose",
+    ),
     "rapid_infer.models.config_reader": ("ConfigReader",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
@@ -82,10 +100,12 @@ __all__ = [
     "WeightMap",
     "experts",
     "ignore",
+    "interleave",
     "rename",
     "split",
     "stack",
     "tie",
+    "transpose",
 ]
 
 

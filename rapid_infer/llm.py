@@ -1,0 +1,140 @@
+"""Offline use: a model, prompts, completions."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from rapid_infer.errors import RequestError
+from rapid_infer.llm_engine import LLMEngine, Prompt
+from rapid_infer.outputs import RequestOutput, RequestOutputKind
+from rapid_infer.params import SamplingParams
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class LLM:
+    """A loaded model.
+
+    `model` is a local directory or "demo". Keyword arguments are those of `EngineArgs` (docs/options.md); an unknown one is a
+    ConfigError. Use it as a context manager, or call `close()`, to free the memory.
+    """
+
+    def __init__(self, model: str = "demo", **kwargs: Any) -> None:
+        self.engine = LLMEngine(model, **kwargs)
+        self._ids = itertools.count()
+        self._inbox: dict[str, deque[RequestOutput]] = {}
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[RequestOutput]:
+        """Complete prompts (texts or lists of token ids), all at once; results in the order of the prompts.
+
+        RequestError, before anything runs, when one of them is invalid. A request that fails while running has
+        `outputs[i].finish_reason == "error"`; the others are unaffected.
+        """
+        batch = _as_batch(prompts)
+        params = _spread(sampling_params, len(batch))
+        encoded = [self.engine.encode(prompt) for prompt in batch]
+        names = [f"generate-{next(self._ids)}" for _ in batch]
+        try:
+            for name, ids, one in zip(names, encoded, params):
+                self._add(name, ids, one, RequestOutputKind.FINAL_ONLY)
+            while not all(self._inbox[name] for name in names):
+                self._step()
+            results = [self._inbox[name].popleft() for name in names]
+        finally:
+            self._abandon(names)
+        for result, prompt in zip(results, batch):
+            result.prompt = prompt if isinstance(prompt, str) else None
+        return results
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: Params = None,
+        **template_kwargs: Any,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or several: `[{"role": "user", "content": "..."}]`, through the model's chat template."""
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if single or not messages else messages
+        return self.generate([self.encode_chat(c, **template_kwargs) for c in conversations], sampling_params)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
+        """Token ids of a conversation. RequestError without a tokenizer or a template."""
+        if self.engine.tokenizer is None:
+            raise RequestError("a conversation needs the tokenizer, but skip_tokenizer_init=True")
+        return self.engine.tokenizer.encode_chat(messages, **template_kwargs)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Complete one prompt, yielding what is new after each step. Leaving the loop early ends the request."""
+        name = f"stream-{next(self._ids)}"
+        self._add(name, prompt, sampling_params, RequestOutputKind.DELTA)
+        return self._stream(name)
+
+    def _stream(self, name: str) -> Iterator[RequestOutput]:
+        try:
+            while True:
+                while not self._inbox[name]:
+                    self._step()
+                output = self._inbox[name].popleft()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            self._abandon([name])
+
+    def _add(self, name: str, prompt: Prompt, params: SamplingParams | None, kind: RequestOutputKind) -> None:
+        self.engine.add_request(name, prompt, params, output_kind=kind)
+        self._inbox[name] = deque()
+
+    def _step(self) -> None:
+        """One engine step; its outputs wait in the inbox of whoever asked, so that several streams can run at once."""
+        for output in self.engine.step():
+            if output.request_id in self._inbox:
+                self._inbox[output.request_id].append(output)
+
+    def _abandon(self, names: Sequence[str]) -> None:
+        """End what is left of these requests, so that the next call starts clean; nothing to do after a normal end."""
+        self.engine.discard(names)
+        for name in names:
+            self._inbox.pop(name, None)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self.engine.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Free the model and its caches."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"prompts must be text, token ids, or a list of either, got {type(prompts).__name__}")
+    items: list[Any] = list(prompts)
+    if items and all(isinstance(item, int) for item in items):
+        return [items]
+    for item in items:
+        if not isinstance(item, str) and not (
+            isinstance(item, Sequence) and all(isinstance(token, int) for token in item)
+        ):
+            raise RequestError(f"a prompt must be text or a list of token ids, got {item!r:.80}")
+    return items
+
+
+def _spread(params: Params, n: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * n
+    if len(params) != n:
+        raise RequestError(f"got {len(params)} sampling_params for {n} prompts; give one for all or one for each")
+    return list(params)

@@ -1,0 +1,56 @@
+"""A model's tokenizer and chat template, by transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rapid_infer.errors import ConfigError, RequestError
+from rapid_infer.text.detokenizer import Detokenizer
+
+
+class Tokenizer:
+    """Loads the tokenizer files of a model directory. ConfigError when they are absent or broken."""
+
+    def __init__(self, path: Path | str) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(path)
+        except Exception as error:
+            text = " ".join(str(error).split())
+            raise ConfigError(
+                f"no usable tokenizer in {path}: {text}; add tokenizer.json and tokenizer_config.json, or pass "
+                "skip_tokenizer_init=True and give token ids"
+            ) from error
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, with whatever the tokenizer itself puts before it (BOS, for models that have one)."""
+        return list(self._tokenizer(text)["input_ids"])
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
+        """Ids of a conversation through the model's chat template, ready for the assistant's turn.
+
+        RequestError when the model has no template or the template refuses the messages.
+        """
+        if not messages:
+            raise RequestError("the conversation is empty: got 0 messages, expected at least 1")
+        if not self._tokenizer.chat_template:
+            raise RequestError("this model has no chat template; give a plain prompt instead")
+        try:
+            return list(
+                self._tokenizer.apply_chat_template(
+                    list(messages), tokenize=True, add_generation_prompt=True, return_dict=False, **template_kwargs
+                )
+            )
+        except Exception as error:
+            raise RequestError(f"the chat template refused the messages: {type(error).__name__}: {error}") from error
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids` without special tokens."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def detokenizer(self) -> Detokenizer:
+        """A fresh stream decoder."""
+        return Detokenizer(self._tokenizer.backend_tokenizer)
