@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from rapid_infer.version import __version__
 
 if TYPE_CHECKING:
-    from rapid_infer.llm_engine import LLMEngine
     from rapid_infer.llm import LLM
+    from rapid_infer.llm_engine import LLMEngine
     from rapid_infer.outputs import CompletionOutput, RequestOutput
     from rapid_infer.params import SamplingParams
     from rapid_infer.registry import ModelRegistry

@@ -17,7 +17,7 @@ DTYPES = {
     "float16": "float16", "fp16": "float16", "half": "float16",
     "float32": "float32", "fp32": "float32", "float": "float32",
 }  # fmt: skip
-LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
+LOAD_FORMATS = ("auto", "dummy")
 HUBS = ("auto", "huggingface", "modelscope")
 
 
@@ -148,8 +148,8 @@ class EngineArgs:
         if not self.enable_chunked_prefill:
             if self.max_num_batched_tokens is not None and batched < max_model_len:
                 raise ConfigError(
-                    f"max_num_batched_tokens={batched} is less than max_model_len={max_model_len}, which without chunked "
-                    "prefill leaves prompts that can never run; raise it or leave enable_chunked_prefill on"
+                    f"max_num_batched_tokens={batched} is less than max_model_len={max_model_len}, which without "
+                    "chunked prefill leaves prompts that can never run; raise it or leave enable_chunked_prefill on"
                 )
             batched = max(batched, max_model_len)
         return EngineConfig(
@@ -164,7 +164,8 @@ class EngineArgs:
                 max_num_seqs=self.max_num_seqs or (256 if on_gpu else 64),
                 max_num_batched_tokens=batched,
                 enable_chunked_prefill=self.enable_chunked_prefill,
-                # Launching is synchronous on a CPU: a second step in flight hides nothing there and wastes one at each end.
+                # Launching is synchronous on a CPU: a second step in flight hides nothing there and wastes one at each
+                # end.
                 queue_depth=self.queue_depth or (2 if on_gpu else 1),
             ),
             parallel=ParallelConfig(self.tensor_parallel_size, self.expert_parallel_size),

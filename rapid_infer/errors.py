@@ -1,4 +1,5 @@
-"""Typed errors: every mistake a user can make ends in one of these, with a message that says what, got, expected and what to do.
+"""Typed errors: every mistake a user can make ends in one of these, with a message that says what, got, expected and
+what to do.
 
 The command line prints them as one line and exits with code 2 (`EngineDeadError`, which is ours: 1).
 """

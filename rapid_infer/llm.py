@@ -19,7 +19,8 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 class LLM:
     """A loaded model.
 
-    `model` is a local directory or "demo". Keyword arguments are those of `EngineArgs` (docs/options.md); an unknown one is a
+    `model` is a local directory or "demo". Keyword arguments are those of `EngineArgs` (docs/options.md); an unknown
+    one is a
     ConfigError. Use it as a context manager, or call `close()`, to free the memory.
     """
 
@@ -56,7 +57,7 @@ class LLM:
         sampling_params: Params = None,
         **template_kwargs: Any,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or several: `[{"role": "user", "content": "..."}]`, through the model's chat template."""
+        """Answer one conversation (`[{"role": "user", "content": "..."}]`) or several, by the model's chat template."""
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if single or not messages else messages
         return self.generate([self.encode_chat(c, **template_kwargs) for c in conversations], sampling_params)

@@ -195,9 +195,7 @@ class LLMEngine:
         if parent.kind is not RequestOutputKind.DELTA:
             return parent.output
         whole = parent.output
-        deltas = [
-            CompletionOutput(c.index, c.text, c.token_ids, c.finish_reason, c.error) for c in whole.outputs
-        ]
+        deltas = [CompletionOutput(c.index, c.text, c.token_ids, c.finish_reason, c.error) for c in whole.outputs]
         for completion in parent.completions:
             output = completion.output
             # The parent keeps only what has not been shown yet; the delta takes it along.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     """How a request ended; every request ends exactly once."""
 
     STOP = "stop"
@@ -40,7 +40,9 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request and its completions so far. `num_cached_tokens`: prompt tokens whose keys and values were already cached."""
+    """A request and its completions so far. `num_cached_tokens`: prompt tokens whose keys and values were already
+    cached.
+    """
 
     request_id: str
     prompt: str | None

@@ -41,9 +41,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        _check(
-            _is_number(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "a number >= 0"
-        )
+        _check(_is_number(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "a number >= 0")
         _check(_is_int(self.top_k) and self.top_k >= -1, "top_k", self.top_k, "an integer >= 1, or 0 or -1 for off")
         _check(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
         _check(

@@ -1,7 +1,7 @@
 """Blocks by number: who holds them, which are free, and which content each one has.
 
-A block is held by count (requests and steps in flight) and free at zero; a free block keeps its content, and its hash, until it
-is handed out again, least recently used first. Block 0 is never handed out: padding rows write there.
+A block is held by count (requests and steps in flight) and free at zero; a free block keeps its content, and its hash,
+until it is handed out again, least recently used first. Block 0 is never handed out: padding rows write there.
 """
 
 from __future__ import annotations
@@ -90,8 +90,9 @@ class BlockPool:
         while self._deferred and self._deferred[0][0] <= step:
             self.release(self._deferred.popleft()[1])
 
-    def lookup(self, digest: bytes) -> int | None:
-        return self._by_hash.get(digest)
+    def has(self, digest: bytes) -> bool:
+        """Whether some block has this content."""
+        return digest in self._by_hash
 
     def block_of(self, digest: bytes) -> int:
         """The block with this content. KeyError when there is none."""
@@ -125,7 +126,10 @@ class BlockPool:
         self.unpublish(list(self._by_hash.values()))
 
     def check(self, held: Iterable[int]) -> None:
-        """Integrity: `held` lists each block once per holder. AssertionError when a block leaked or is free and held."""
+        """Integrity: `held` lists each block once per holder.
+
+        AssertionError when a block leaked or is free and held.
+        """
         counts = [0] * self.num_blocks
         for block in held:
             counts[block] += 1

@@ -1,4 +1,4 @@
-"""How much memory the caches get, and how many blocks that is. Pure arithmetic: the worker brings the measured numbers."""
+"""How much memory the caches get, and how many blocks that is: arithmetic on numbers that the worker measured."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ class CachePlan:
 
     def __str__(self) -> str:
         return (
-            f"KV cache: {self.num_blocks} blocks x {self.block_size} tokens x {self.bytes_per_block // self.block_size} "
-            f"bytes/token = {self.total_bytes / GIB:.2f} GiB ({self.num_tokens} tokens)"
+            f"KV cache: {self.num_blocks} blocks x {self.block_size} tokens x "
+            f"{self.bytes_per_block // self.block_size} bytes/token = {self.total_bytes / GIB:.2f} GiB "
+            f"({self.num_tokens} tokens)"
         )
 
 
@@ -42,7 +43,10 @@ def plan_blocks(groups: Sequence[CacheGroup], block_size: int, budget: int) -> C
 
 
 def fit_model_len(plan: CachePlan, max_model_len: int, *, shrink: bool) -> int:
-    """The longest sequence the pool can hold. ConfigError, with the arithmetic, when it is too small and may not shrink."""
+    """The longest sequence the pool can hold.
+
+    ConfigError, with the arithmetic, when it is too small and may not shrink.
+    """
     need = blocks_for(max_model_len, plan.block_size) + 1
     if plan.num_blocks >= need:
         return max_model_len

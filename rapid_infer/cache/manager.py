@@ -41,8 +41,7 @@ class CacheManager:
         while True:
             shortest = n
             for group, pool in zip(self.groups, self.pools):
-                known = pool.lookup
-                shortest = group.spec.longest_resume(hashes[:shortest], lambda h, known=known: known(h) is not None)
+                shortest = group.spec.longest_resume(hashes[:shortest], pool.has)
             if shortest == n:
                 return n
             n = shortest

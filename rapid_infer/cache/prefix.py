@@ -1,7 +1,7 @@
 """Names for block contents: a hash chain over parent, tokens and extra keys.
 
-blake2b is as fast as Python's tuple hash plus its conversion, and two prompts that collide cannot be made, so a hit needs no
-comparison of tokens and one user cannot read another's cache by a crafted prompt.
+blake2b is as fast as Python's tuple hash plus its conversion, and two prompts that collide cannot be made, so a hit
+needs no comparison of tokens and one user cannot read another's cache by a crafted prompt.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What one layer caches per token. Modules with equal specs form a group: one tensor, one block table per row.
 
-The engine sees specs only through `page_bytes`, `longest_resume` and `layout`; it never asks which attention they serve.
+The engine sees specs only through `page_bytes`, `longest_resume` and `layout`; it never asks which attention they
+serve.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 class CacheSpec(Protocol):
     """Frozen and hashable: equality decides the grouping."""
 
-    dtype: str
+    @property
+    def dtype(self) -> str:
+        """Name of the element type, such as "bfloat16"."""
+        ...
 
     @property
     def bytes_per_token(self) -> int:

@@ -12,11 +12,14 @@ from rapid_infer.errors import EngineDeadError, RapidInferError
 from rapid_infer.version import __version__
 
 COMMANDS: dict[str, str] = {
+    "generate": "rapid_infer.cli.generate:generate",
     "models": "rapid_infer.cli.models:models",
+    "inspect": "rapid_infer.cli.inspect:inspect",
+    "doctor": "rapid_infer.cli.doctor:doctor",
 }
 """Command -> its function, or the Typer app of a group. The first line of its docstring is its line in `--help`."""
 
-EXAMPLE = "Example: rapid-infer models --check"
+EXAMPLE = 'Example: rapid-infer generate -p "The capital of France is"   (no MODEL: a small demo model)'
 
 
 def run(args: list[str]) -> None:

@@ -20,8 +20,10 @@ class RequestStatus(Enum):
 class Request:
     """What the host knows of a sequence. While it runs, its counters live in `Rows`, at `row`.
 
-    `seed` and `sample_index` key the sampler's noise. `limit`: the total length at which it ends. `share_key` None means that its
-    blocks are not offered to others; equal keys may share. `in_flight`: tokens sampled but not collected when it was preempted.
+    `seed` and `sample_index` key the sampler's noise. `limit`: the total length at which it ends. `share_key` None
+    means that its
+    blocks are not offered to others; equal keys may share. `in_flight`: tokens sampled but not collected when it was
+    preempted.
     """
 
     request_id: str

@@ -1,4 +1,6 @@
-"""The scheduler's side of the running requests: one row each, counters as arrays, so that a steady step costs no loop over rows."""
+"""The scheduler's side of the running requests: one row each, counters as arrays, so that a steady step costs no loop
+over rows.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,16 @@ class Rows:
 
     def __init__(self, max_num_seqs: int) -> None:
         n = max_num_seqs
-        self.known, self.collected, self.computed, self.initial, self.capacity, self.published, self.limit, self.epoch = (
-            np.zeros(n, np.int64) for _ in range(8)
-        )
+        (
+            self.known,
+            self.collected,
+            self.computed,
+            self.initial,
+            self.capacity,
+            self.published,
+            self.limit,
+            self.epoch,
+        ) = (np.zeros(n, np.int64) for _ in range(8))
         self.greedy = np.zeros(n, bool)
         self.truncated = np.zeros(n, bool)
         self.stop = np.full((n, 1), -1, np.int64)

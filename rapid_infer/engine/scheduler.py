@@ -1,13 +1,16 @@
 """Which tokens of which request run in the next step.
 
-There is no prefill and no decode here: each row has known and computed tokens, and a step's token budget lets the second catch up
-with the first, running rows in order of admission, then waiting ones. Chunked prefill, prefix hits and preemption are that rule.
+There is no prefill and no decode here: each row has known and computed tokens, and a step's token budget lets the
+second catch up with the first, running rows in order of admission, then waiting ones. Chunked prefill, prefix hits and
+preemption are
+that rule.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,7 +150,8 @@ class Scheduler:
             if not self.config.enable_chunked_prefill:
                 return 0
             grant = budget
-        # Reserving the whole known length keeps a half-admitted prompt from being preempted by the rows before it at once.
+        # Reserving the whole known length keeps a half-admitted prompt from being preempted by the rows before it at
+        # once.
         blocks = self.cache.admit(hashes[:hits], hits * size + grant, reserve=total)
         if blocks is None:
             return 0
@@ -203,8 +207,9 @@ class Scheduler:
         for i in np.flatnonzero(full > rows.published[order]):
             self._publish(int(order[i]), int(stop[i]))
         plan = builder.build(self.last_step, rows, order, start, grant, np.flatnonzero(samples))
-        requests: list[Request] = [rows.requests[row] for row in order.tolist()]  # type: ignore[misc]
-        return Launch(plan, requests, sampled_rows, rows.epoch[sampled_rows])
+        owners = rows.requests
+        requests = [owners[row] for row in order.tolist()]
+        return Launch(plan, cast("list[Request]", requests), sampled_rows, rows.epoch[sampled_rows])
 
     def _preempt(self, row: int) -> None:
         request = self.rows.requests[row]

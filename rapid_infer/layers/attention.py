@@ -13,7 +13,10 @@ from rapid_infer.layers.rope import RopeConfig, rope_table
 
 
 class CachedModule(nn.Module):
-    """A module with a paged cache. The worker groups modules by `cache_spec` and binds each one's slice of the group's tensor."""
+    """A module with a paged cache.
+
+    The worker groups modules by `cache_spec` and binds each one's slice of the group's tensor.
+    """
 
     cache_spec: CacheSpec
     cache_group: int = -1
@@ -26,7 +29,8 @@ class CachedModule(nn.Module):
 class Attention(CachedModule):
     """Grouped-query causal attention over paged keys and values.
 
-    Norms q and k per head (if given), rotates them (if `rope`), writes k and v to the cache, and attends; it is the only writer.
+    Norms q and k per head (if given), rotates them (if `rope`), writes k and v to the cache, and attends; it is the
+    only writer.
     `window`, `soft_cap` and `sinks` (`[heads]` fp32) as in the paged_attention op. Head counts are this rank's.
     """
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 class BuildContext:
     """Parallel state, dtype, quantization, op resolver and the module's dotted `name`.
 
-    `max_positions` is the longest sequence the engine will run. `shared` holds what all layers of one model share (rope tables).
+    `max_positions` is the longest sequence the engine will run. `shared` holds what all layers of one model share (rope
+    tables).
     """
 
     dtype: torch.dtype
@@ -38,7 +39,9 @@ class BuildContext:
         return replace(self, name=f"{self.name}.{name}" if self.name else name)
 
     def layers(self, n: int, build: Callable[[BuildContext, int], nn.Module], name: str = "layers") -> LayerStack:
-        """Build this pipeline stage's layers, `build(ctx, i)` for each global number i, to be stored as attribute `name`."""
+        """Build this pipeline stage's layers, `build(ctx, i)` for each global number i, to be stored as attribute
+        `name`.
+        """
         from rapid_infer.layers.stack import LayerStack
 
         ctx = self.sub(name)

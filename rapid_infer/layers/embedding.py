@@ -11,7 +11,10 @@ from rapid_infer.layers.parameter import Part, Placement
 
 
 class VocabShard(nn.Module):
-    """weight `[rows, hidden]`: this rank's vocabulary rows. The last shard of an uneven vocabulary is padded with zeros."""
+    """weight `[rows, hidden]`: this rank's vocabulary rows.
+
+    The last shard of an uneven vocabulary is padded with zeros.
+    """
 
     def __init__(self, ctx: BuildContext, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -50,7 +53,8 @@ class VocabEmbedding(VocabShard):
 class LMHead(VocabShard):
     """From hidden states to vocabulary scores; models compute none themselves.
 
-    `tied_to`: share the embedding's matrix. Scores are `scale * h W^T`, then `soft_cap * tanh(scores / soft_cap)`, in fp32.
+    `tied_to`: share the embedding's matrix. Scores are `scale * h W^T`, then `soft_cap * tanh(scores / soft_cap)`, in
+    fp32.
     """
 
     def __init__(
@@ -73,7 +77,7 @@ class LMHead(VocabShard):
         self.soft_cap = soft_cap
 
     def logits(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
-        """hidden `[n, hidden]` -> fp32 `[n, this shard's vocabulary]`, or `[n, len(rows)]` for chosen vocabulary rows."""
+        """hidden `[n, hidden]` -> fp32 `[n, this shard's vocabulary]`, or `[n, len(rows)]` for chosen rows."""
         weight = self.weight[: self.stop - self.start] if rows is None else self.weight[rows]
         scores = F.linear(hidden, weight).float()
         if self.scale != 1.0:

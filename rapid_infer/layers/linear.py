@@ -18,7 +18,9 @@ from rapid_infer.quant.method import ParamSpec
 
 @dataclass(frozen=True)
 class OutPart:
-    """One piece of the output features: `size` of them in the checkpoint, `local` of which this rank reads from `start`."""
+    """One piece of the output features: `size` of them in the checkpoint, `local` of which this rank reads from
+    `start`.
+    """
 
     name: Part
     size: int
@@ -41,6 +43,8 @@ class Linear(nn.Module):
 
     Subclasses pass the output features as parts, or cut the input features (`cut_input`).
     """
+
+    bias: nn.Parameter | None
 
     def __init__(
         self,

@@ -23,7 +23,9 @@ class RMSNorm(nn.Module):
         return self._norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Add x to the residual stream and norm the sum: (normed, new residual). residual None: the stream starts with x."""
+        """Add x to the residual stream and norm the sum: (normed, new residual). residual None: the stream starts with
+        x.
+        """
         if residual is None:
             return self._norm(x, self.weight, self.eps), x
         return self._add_norm(x, residual, self.weight, self.eps)

@@ -1,4 +1,5 @@
-"""How a checkpoint tensor finds its place in a module: the contract between layers, which cut, and the loader, which copies.
+"""How a checkpoint tensor finds its place in a module: the contract between layers, which cut, and the loader, which
+copies.
 
 A module may implement `Loadable`; any other module's parameters are taken whole by every rank.
 """

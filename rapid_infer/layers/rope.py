@@ -30,8 +30,13 @@ class RopeConfig:
     interleaved: bool = False
 
     @classmethod
-    def read(cls, values: Mapping[str, Any], head_dim: int, max_positions: int, interleaved: bool = False) -> RopeConfig:
-        """From `rope_parameters` (rope_type, rope_theta, partial_rotary_factor, the type's own). ConfigError if unsupported."""
+    def read(
+        cls, values: Mapping[str, Any], head_dim: int, max_positions: int, interleaved: bool = False
+    ) -> RopeConfig:
+        """From `rope_parameters` (rope_type, rope_theta, partial_rotary_factor, the type's own).
+
+        ConfigError if unsupported.
+        """
         kind = values.get("rope_type") or values.get("type") or "default"
         if kind not in TYPES:
             raise ConfigError(f"rope_type {kind!r} is not supported; expected one of {', '.join(TYPES)}")

@@ -10,7 +10,7 @@ from rapid_infer.layers.batch import ForwardBatch
 
 
 class LayerStack(nn.Module):
-    """Runs layers in order. A layer takes and returns (hidden, residual), both `[tokens, hidden]`; see `RMSNorm.add`."""
+    """Runs layers in order. Each takes and returns (hidden, residual), both `[tokens, hidden]`; see `RMSNorm.add`."""
 
     def __init__(self, layers: Mapping[int, nn.Module]) -> None:
         super().__init__()

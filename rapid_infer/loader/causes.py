@@ -91,13 +91,13 @@ def _foreign_prefix(evidence: Evidence) -> Iterator[str]:
 
 
 def _best_rename(names: list[str], wanted: set[str], fits: Callable[[str], bool]) -> tuple[str, str] | None:
-    """The change of prefix that makes most of `names` fit; among equals one that keeps a prefix, then the shortest."""
+    """The change of prefix that makes most of `names` fit; among equals one that keeps the last component."""
     sample = names[:: max(1, len(names) // SAMPLE)]
     best: tuple[tuple[int, bool, int], tuple[str, str]] | None = None
     for source in dict.fromkeys(head for name in sample for head in _heads(name)):
         for target in sorted(wanted - {source}):
             count = sum(_moves(name, source, target, fits) for name in sample)
-            rank = (count, bool(target), -len(source))
+            rank = (count, source.rsplit(".", 1)[-1] == target.rsplit(".", 1)[-1], -len(source))
             if count and (best is None or rank > best[0]):
                 best = rank, (source, target)
     return best[1] if best else None

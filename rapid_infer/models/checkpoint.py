@@ -1,4 +1,6 @@
-"""A checkpoint directory's configuration. The raw config.json names the architecture; transformers' AutoConfig comes after."""
+"""A checkpoint directory's configuration. The raw config.json names the architecture; transformers' AutoConfig comes
+after.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,10 @@ class Checkpoint:
 
 
 def read_checkpoint(path: Path | str) -> Checkpoint:
-    """Read config.json and generation_config.json. ConfigError when config.json is absent, malformed or names no architecture."""
+    """Read config.json and generation_config.json.
+
+    ConfigError when config.json is absent, malformed or names no architecture.
+    """
     path = Path(path)
     raw = _read_json(path / "config.json", required=True)
     architectures = raw.get("architectures")

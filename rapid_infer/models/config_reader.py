@@ -13,7 +13,8 @@ _REQUIRED: Any = object()
 class ConfigReader:
     """Wraps a transformers config (or a plain dict); nested text configs are found.
 
-    Each method returns the field's value, or `default` where the field is absent or null. ConfigError without a default.
+    Each method returns the field's value, or `default` where the field is absent or null. ConfigError without a
+    default.
     """
 
     def __init__(self, hf_config: Any) -> None:
@@ -21,22 +22,22 @@ class ConfigReader:
         self._get = inner.get if isinstance(inner, dict) else lambda name: getattr(inner, name, None)
         self.source = type(hf_config).__name__
 
-    def int(self, name: str, default: int | None = _REQUIRED) -> int:
+    def integer(self, name: str, default: int | None = _REQUIRED) -> int:
         return self._read(name, int, default)
 
-    def float(self, name: str, default: float | None = _REQUIRED) -> float:
+    def number(self, name: str, default: float | None = _REQUIRED) -> float:
         value = self._get(name)
         if isinstance(value, int) and not isinstance(value, bool):
             return float(value)
         return self._read(name, float, default)
 
-    def bool(self, name: str, default: bool | None = _REQUIRED) -> bool:
+    def flag(self, name: str, default: bool | None = _REQUIRED) -> bool:
         return self._read(name, bool, default)
 
-    def str(self, name: str, default: str | None = _REQUIRED) -> str:
+    def text(self, name: str, default: str | None = _REQUIRED) -> str:
         return self._read(name, str, default)
 
-    def optional_int(self, name: str) -> int | None:
+    def optional_integer(self, name: str) -> int | None:
         return None if self._get(name) is None else self._read(name, int, _REQUIRED)
 
     def _read(self, name: str, kind: type[T], default: Any) -> T:

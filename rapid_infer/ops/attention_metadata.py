@@ -1,4 +1,6 @@
-"""Where the tokens of a step stand in their sequences and pages: what attention needs besides q, and the same for all layers."""
+"""Where the tokens of a step stand in their sequences and pages: what attention needs besides q, and the same for all
+layers.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ def make_metadata(
 
 def _inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
     batches = (([1], [1]), ([7, 64, 33], [1, 1, 1]), ([5, 40, 9, 23], [1, 1, 9, 4]), ([130], [130]), ([130], [37]))
-    variants = (
+    variants: tuple[dict[str, Any], ...] = (
         {},
         {"window": 6},
         {"soft_cap": 3.0},
@@ -51,7 +52,13 @@ def _inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
             for variant in variants if i == 2 else variants[:1]:
                 metadata, blocks = make_metadata(seq_lens, query_lens, size, device)
                 k, v = (torch.randn(blocks, size, kv_heads, dim, device=device).to(dtype) for _ in range(2))
-                options = {"window": None, "soft_cap": None, "sinks": None, "return_lse": False, **variant}
+                options: dict[str, Any] = {
+                    "window": None,
+                    "soft_cap": None,
+                    "sinks": None,
+                    "return_lse": False,
+                    **variant,
+                }
                 if options["sinks"]:
                     options["sinks"] = torch.randn(heads, device=device)
                 q = torch.randn(sum(query_lens), heads, dim, device=device).to(dtype)
@@ -74,15 +81,17 @@ def paged_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention in fp32; query j of a row with n keys and m queries sees keys `0 .. n - m + j`.
 
-    q                 `[tokens, heads, head_dim]`; heads is a multiple of kv_heads (grouped queries: consecutive heads share)
+    q                 `[tokens, heads, head_dim]`; heads is a multiple of kv_heads (grouped queries: consecutive heads
+                      share)
     k_cache, v_cache  `[blocks, block_size, kv_heads, head_dim]`, this step's tokens already written
     window            sees only the last `window` keys, its own included
     soft_cap          scores become `cap * tanh(score / cap)`
     sinks             `[heads]` one more score per head that takes weight and gives no value
-    returns           `[tokens, heads, head_dim]` in q's dtype; with `return_lse` also `[tokens, heads]` fp32, the natural
+    returns           `[tokens, heads, head_dim]` in q's dtype; with `return_lse` also `[tokens, heads]` fp32, the
+                      natural
                       log of the softmax denominator, sinks included
     """
-    heads, kv_heads, dim = q.shape[1], k_cache.shape[-2], k_cache.shape[-1]
+    heads, kv_heads = q.shape[1], k_cache.shape[-2]
     starts, lengths, rows = metadata.query_start.tolist(), metadata.seq_lens.tolist(), metadata.rows.tolist()
     out = torch.empty(q.shape[0], heads, v_cache.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)

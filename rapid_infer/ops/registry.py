@@ -1,7 +1,7 @@
 """One registry of operators: a reference that defines each op, and providers with conditions and a priority.
 
-`supports` gives the reasons why a provider *cannot* run; the integer priority says which one *should*. Static facts decide once,
-when a layer is built; there is no fall-back at run time: a provider that fails, fails loudly.
+`supports` gives the reasons why a provider *cannot* run; the integer priority says which one *should*. Static facts
+decide once, when a layer is built; there is no fall-back at run time: a provider that fails, fails loudly.
 """
 
 from __future__ import annotations
@@ -135,7 +135,9 @@ def register(name: str, provider: str, *, priority: int, supports: Supports) -> 
         target = OPS.get(name)
         if target is None:
             near = get_close_matches(name, OPS, n=1)
-            raise PluginError(f"provider {provider!r}: no op {name!r}" + (f", did you mean {near[0]!r}?" if near else ""))
+            raise PluginError(
+                f"provider {provider!r}: no op {name!r}" + (f", did you mean {near[0]!r}?" if near else "")
+            )
         if provider in target.providers:
             raise PluginError(f"op {name} already has a provider {provider!r}")
         expected, got = (list(inspect.signature(f).parameters) for f in (target.reference, fn))
@@ -151,7 +153,10 @@ _loaded: set[str] = set()
 
 
 def load_providers() -> None:
-    """Import the built-in providers and those that installed packages declare under `rapid_infer.ops`. Once per process."""
+    """Import the built-in providers and those that installed packages declare under `rapid_infer.ops`.
+
+    Once per process.
+    """
     table = EntryPointTable("rapid_infer.ops")
     for module in (*BUILTIN_PROVIDERS, *(entry.target for entry in table.entries())):
         if module not in _loaded:

@@ -42,7 +42,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`residual = residual + x; x = rms_norm(residual)`.
 
-    x, residual `[tokens, size]`, weight `[size]`; returns (normed, residual), both in x's dtype. A provider may reuse both buffers.
+    x, residual `[tokens, size]`, weight `[size]`; returns (normed, residual), both in x's dtype. A provider may reuse
+    both buffers.
     """
     residual = x + residual
     return _normalize(residual, weight, eps), residual

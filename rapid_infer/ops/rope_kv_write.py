@@ -72,7 +72,8 @@ def qk_norm_rope_kv_write(
 
     qkv        `[tokens, (heads + 2 * kv_heads) * head_dim]`, all of Q, then K, then V
     positions  `[tokens]` int64
-    cos_sin    `[positions, rotary_dim]` fp32, cosines in the first half; None: no rotation. rotary_dim may be below head_dim
+    cos_sin    `[positions, rotary_dim]` fp32, cosines in the first half; None: no rotation. rotary_dim may be below
+               head_dim
     slots      `[tokens]` int64, `block * block_size + offset`, all different but for padding
     k_cache, v_cache  `[blocks, block_size, kv_heads, head_dim]`, written in place
     returns q  `[tokens, heads, head_dim]` in qkv's dtype; kv_heads and head_dim are those of the cache

@@ -18,6 +18,8 @@ def _inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
 
 @op(inputs=_inputs)
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up`. gate_up `[tokens, 2 * size]`, the gate half first; returns `[tokens, size]`. Source: Shazeer 2020."""
+    """`silu(gate) * up`. gate_up `[tokens, 2 * size]`, the gate half first; returns `[tokens, size]`. Source: Shazeer
+    2020.
+    """
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up

@@ -23,7 +23,9 @@ class ParallelState:
         """This rank's share of `size`. ConfigError, with the sizes that work, when it cannot be split evenly."""
         if size % self.tp_size:
             fits = [n for n in range(1, size + 1) if size % n == 0 and n <= 64]
-            raise ConfigError(f"{what}={size} cannot be split over tensor_parallel_size={self.tp_size}; use one of {fits}")
+            raise ConfigError(
+                f"{what}={size} cannot be split over tensor_parallel_size={self.tp_size}; use one of {fits}"
+            )
         return size // self.tp_size
 
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from rapid_infer.registry import EntryPointTable
 class ParamSpec:
     """One parameter of a linear layer: which dimensions run over its output and input features.
 
-    A dimension holds `features / group` elements (a 128x128 block scale has groups of 128, eight 4-bit values in an int32 a group
+    A dimension holds `features / group` elements (a 128x128 block scale has groups of 128, eight 4-bit values in an
+    int32 a group
     of 8). None: the parameter has no such dimension and every rank takes it whole.
     """
 
@@ -61,7 +62,8 @@ class QuantScheme(Protocol):
 def select_scheme(quantization_config: Mapping[str, Any] | None) -> QuantScheme:
     """The scheme for a checkpoint. ConfigError, naming method and supported ones, when none is installed for it.
 
-    Schemes are classes with `from_config(dict)`, found under the entry-point group `rapid_infer.quantization` by `quant_method`.
+    Schemes are classes with `from_config(dict)`, found under the entry-point group `rapid_infer.quantization` by
+    `quant_method`.
     """
     from rapid_infer.quant.plain import PlainScheme
 
@@ -72,8 +74,9 @@ def select_scheme(quantization_config: Mapping[str, Any] | None) -> QuantScheme:
     if method not in table.names():
         supported = ", ".join(["none (bfloat16, float16, float32)", *table.names()])
         raise ConfigError(
-            f"config.json says the weights are quantized with quant_method={method!r}, which nothing installed supports "
-            f"(supported: {supported}); use an unquantized checkpoint of this model or install a package for {method!r}"
+            f"config.json says the weights are quantized with quant_method={method!r}, which nothing installed "
+            f"supports (supported: {supported}); use an unquantized checkpoint or "
+            f"install a package for {method!r}"
         )
     scheme: Any = table.load(table.lookup(method))
     return scheme.from_config(quantization_config)

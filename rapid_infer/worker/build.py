@@ -18,7 +18,7 @@ from rapid_infer.errors import PluginError
 from rapid_infer.layers.attention import CachedModule
 from rapid_infer.layers.context import BuildContext
 from rapid_infer.layers.linear import Linear
-from rapid_infer.loader import LoadReport, load_dummy, load_weights
+from rapid_infer.loader import LoadReport, finalize, load_dummy, load_weights, terminal_bar
 from rapid_infer.models.checkpoint import Checkpoint
 from rapid_infer.ops.registry import OpResolver
 from rapid_infer.quant import select_scheme
@@ -67,8 +67,9 @@ def load(built: BuiltModel, checkpoint: Checkpoint, config: EngineConfig) -> Non
     """Fill the parameters. WeightError when the checkpoint does not fill them exactly."""
     if config.model.load_format == "dummy":
         load_dummy(built.model)
+        finalize(built.model)
         return
-    built.report = load_weights(built.model, built.model.weight_map, checkpoint.path)
+    built.report = load_weights(built.model, built.model.weight_map, checkpoint.path, progress=terminal_bar)
 
 
 def cached_modules(model: nn.Module) -> dict[CacheSpec, list[CachedModule]]:
@@ -85,7 +86,7 @@ def cache_groups(model: nn.Module) -> list[CacheGroup]:
 
 
 def cache_budget(config: EngineConfig, groups: Sequence[CacheGroup]) -> int:
-    """Bytes for the caches: what the user said, else what the device has to spare, never more than all rows could use."""
+    """Bytes for the caches: what the user said, else what the device can spare, never more than all rows could use."""
     if config.cache.kv_cache_memory_bytes is not None:
         return config.cache.kv_cache_memory_bytes
     size = config.cache.block_size
@@ -103,7 +104,9 @@ def plan_cache(config: EngineConfig, groups: Sequence[CacheGroup]) -> tuple[Cach
     length = fit_model_len(plan, config.model.max_model_len, shrink=config.model.max_model_len_is_auto)
     logger.info("%s", plan)
     if length < config.model.max_model_len:
-        logger.warning("max_model_len lowered from %d to %d, which is what the cache holds", config.model.max_model_len, length)
+        logger.warning(
+            "max_model_len lowered from %d to %d, which is what the cache holds", config.model.max_model_len, length
+        )
     return plan, length
 
 

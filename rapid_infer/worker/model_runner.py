@@ -29,7 +29,7 @@ class StepHandle:
 
 @dataclass(slots=True)
 class StepInputs:
-    """A step on the device. `rows` `[R]` int64; `sampled_rows` `[S]` int64; `last` `[S]` token index, None: all tokens."""
+    """A step on the device. `rows` `[R]`, `sampled_rows` `[S]` and `last` `[S]` (None: all tokens) are int64."""
 
     batch: ForwardBatch
     rows: Tensor

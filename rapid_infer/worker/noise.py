@@ -1,7 +1,9 @@
 """Counter-based noise: a pure function of (seed, sample index, position, purpose, vocabulary id).
 
-Every rank computes the same noise without a broadcast, a row's noise does not depend on its neighbours, and a step that runs again
-draws the same. The mixer is MurmurHash3's 32-bit finalizer (Appleby, public domain), twice per element under a 64-bit row key.
+Every rank computes the same noise without a broadcast, a row's noise does not depend on its neighbours, and a step that
+runs again draws the same. The mixer is MurmurHash3's 32-bit finalizer (Appleby, public domain), twice per element under
+a 64-bit
+row key.
 """
 
 from __future__ import annotations

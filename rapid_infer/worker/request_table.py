@@ -1,4 +1,6 @@
-"""What the device knows of the running rows, in preallocated tensors. Its lengths are the truth; the host plans with upper bounds."""
+"""What the device knows of the running rows, in preallocated tensors. Its lengths are the truth; the host plans with
+upper bounds.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,7 @@ class RequestTable:
         rows = max_num_seqs + 1
         self.dummy = max_num_seqs
         self.last_token, self.length = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
-        self.block_tables = [
-            torch.zeros(rows, max_blocks, dtype=torch.int32, device=device) for _ in range(num_groups)
-        ]
+        self.block_tables = [torch.zeros(rows, max_blocks, dtype=torch.int32, device=device) for _ in range(num_groups)]
         self.sampling = SamplingState.empty(rows, device)
 
     @staticmethod

@@ -14,7 +14,9 @@ from rapid_infer.worker import noise
 
 @dataclass
 class SamplingState:
-    """Per-row settings, all `[rows]`: temperature fp32 (0: greedy), top_k int32 (0: off), top_p fp32, and the noise key."""
+    """Per-row settings, all `[rows]`: temperature fp32 (0: greedy), top_k int32 (0: off), top_p fp32, and the noise
+    key.
+    """
 
     temperature: Tensor
     top_k: Tensor
@@ -40,13 +42,13 @@ class SamplingState:
         return SamplingState(*(field[rows] for field in fields))
 
 
-def sample(
-    logits: Tensor, state: SamplingState, position: Tensor, features: SamplingFeatures
-) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, state: SamplingState, position: Tensor, features: SamplingFeatures) -> tuple[Tensor, Tensor]:
     """One token per row.
 
-    logits fp32 `[rows, vocab]`, `state` and `position` (index of the new token) of the same rows; returns (token int64 `[rows]`,
-    failed bool `[rows]`). A failed row had NaN, or no finite maximum; its token is 0, so that it can be looked up safely.
+    logits fp32 `[rows, vocab]`, `state` and `position` (index of the new token) of the same rows; returns (token int64
+    `[rows]`,
+    failed bool `[rows]`). A failed row had NaN, or no finite maximum; its token is 0, so that it can be looked up
+    safely.
     Greedy rows get the plain argmax, whatever their neighbours ask for.
     """
     best, token = logits.max(dim=-1)
@@ -64,7 +66,8 @@ def sample(
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Minus infinity outside the top k, then outside the smallest set that reaches top_p of what is left.
 
-    logits fp32 `[rows, vocab]`, top_k int32 `[rows]` (0: off), top_p fp32 `[rows]`. The best token always stays; among equal
+    logits fp32 `[rows, vocab]`, top_k int32 `[rows]` (0: off), top_p fp32 `[rows]`. The best token always stays; among
+    equal
     logits the lower id comes first.
     """
     ordered, index = logits.sort(dim=-1, descending=True, stable=True)

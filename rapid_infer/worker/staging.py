@@ -12,7 +12,8 @@ _ALIGN = 16
 
 
 class Staging:
-    """Round-robin over `slots` host buffers: a buffer is written again only `slots` steps later, when its copy is long done.
+    """Round-robin over `slots` host buffers: a buffer is written again only `slots` steps later, when its copy is long
+    done.
 
     `slots` must exceed the number of steps in flight. On a CPU the host buffer is the device buffer.
     """
@@ -28,7 +29,7 @@ class Staging:
         return torch.empty(capacity, dtype=torch.uint8, pin_memory=self._pinned)
 
     def put(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        """Device tensors of the same shapes and dtypes, valid until this slot's next turn (on a GPU: in stream order)."""
+        """Device tensors of the same shapes and dtypes, valid until this slot's next turn, on a GPU in stream order."""
         starts, end = [], 0
         for array in arrays:
             starts.append(end)

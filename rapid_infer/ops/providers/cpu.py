@@ -21,7 +21,7 @@ def _plain_attention_on_cpu(facts: OpFacts) -> Sequence[str]:
 
 
 def _row_plan(metadata: AttentionMetadata, block_size: int) -> list[tuple[int, int, int, Tensor]]:
-    """(first token, one past the last, keys, blocks) of every row: read from the tensors once a step, not once a layer."""
+    """(first token, one past the last, keys, blocks) of every row, read from the tensors once a step."""
     plan = metadata.plans.get("cpu")
     if plan is None:
         starts, lengths = metadata.query_start.tolist(), metadata.seq_lens.tolist()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor, nn
+
 from rapid_infer.plugin import (
     Attention,
     BuildContext,
@@ -22,7 +24,6 @@ from rapid_infer.plugin import (
     stack,
     tie,
 )
-from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -89,22 +90,22 @@ class LlamaForCausalLM(nn.Module):
     def read_config(hf_config: Any) -> LlamaConfig:
         read = ConfigReader(hf_config)
         read.expect("hidden_act", "silu", default="silu")
-        heads = read.int("num_attention_heads")
-        head_dim = read.int("head_dim", read.int("hidden_size") // heads)
-        max_positions = read.int("max_position_embeddings")
+        heads = read.integer("num_attention_heads")
+        head_dim = read.integer("head_dim", read.integer("hidden_size") // heads)
+        max_positions = read.integer("max_position_embeddings")
         return LlamaConfig(
-            vocab_size=read.int("vocab_size"),
-            hidden_size=read.int("hidden_size"),
-            intermediate_size=read.int("intermediate_size"),
-            num_hidden_layers=read.int("num_hidden_layers"),
+            vocab_size=read.integer("vocab_size"),
+            hidden_size=read.integer("hidden_size"),
+            intermediate_size=read.integer("intermediate_size"),
+            num_hidden_layers=read.integer("num_hidden_layers"),
             num_attention_heads=heads,
-            num_key_value_heads=read.int("num_key_value_heads", heads),
+            num_key_value_heads=read.integer("num_key_value_heads", heads),
             head_dim=head_dim,
             max_position_embeddings=max_positions,
-            rms_norm_eps=read.float("rms_norm_eps"),
-            attention_bias=read.bool("attention_bias", False),
-            mlp_bias=read.bool("mlp_bias", False),
-            tie_word_embeddings=read.bool("tie_word_embeddings", False),
+            rms_norm_eps=read.number("rms_norm_eps"),
+            attention_bias=read.flag("attention_bias", False),
+            mlp_bias=read.flag("mlp_bias", False),
+            tie_word_embeddings=read.flag("tie_word_embeddings", False),
             rope=RopeConfig.read(read.rope_parameters(), head_dim, max_positions),
         )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor, nn
+
 from rapid_infer.plugin import (
     Attention,
     BuildContext,
@@ -22,7 +24,6 @@ from rapid_infer.plugin import (
     stack,
     tie,
 )
-from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -45,34 +46,34 @@ class QwenConfig:
 
 
 def _read_windows(read: ConfigReader, layers: int) -> tuple[int | None, ...]:
-    """Per layer, the sliding window or None: layers from `max_window_layers` on have one, if the config uses it at all."""
-    if not read.bool("use_sliding_window", False):
+    """Per layer, the sliding window or None: layers from `max_window_layers` on have one, if the config uses it."""
+    if not read.flag("use_sliding_window", False):
         return (None,) * layers
-    first = read.int("max_window_layers", layers)
-    return tuple(read.optional_int("sliding_window") if i >= first else None for i in range(layers))
+    first = read.integer("max_window_layers", layers)
+    return tuple(read.optional_integer("sliding_window") if i >= first else None for i in range(layers))
 
 
 def _read_config(hf_config: Any, *, qwen3: bool) -> QwenConfig:
     read = ConfigReader(hf_config)
     read.expect("hidden_act", "silu", default="silu")
-    heads, layers = read.int("num_attention_heads"), read.int("num_hidden_layers")
-    head_dim = read.int("head_dim", read.int("hidden_size") // heads)
-    max_positions = read.int("max_position_embeddings")
-    bias = read.bool("attention_bias", False)
+    heads, layers = read.integer("num_attention_heads"), read.integer("num_hidden_layers")
+    head_dim = read.integer("head_dim", read.integer("hidden_size") // heads)
+    max_positions = read.integer("max_position_embeddings")
+    bias = read.flag("attention_bias", False)
     return QwenConfig(
-        vocab_size=read.int("vocab_size"),
-        hidden_size=read.int("hidden_size"),
-        intermediate_size=read.int("intermediate_size"),
+        vocab_size=read.integer("vocab_size"),
+        hidden_size=read.integer("hidden_size"),
+        intermediate_size=read.integer("intermediate_size"),
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=read.int("num_key_value_heads", heads),
+        num_key_value_heads=read.integer("num_key_value_heads", heads),
         head_dim=head_dim,
         max_position_embeddings=max_positions,
-        rms_norm_eps=read.float("rms_norm_eps"),
+        rms_norm_eps=read.number("rms_norm_eps"),
         qkv_bias=bias if qwen3 else True,
         o_bias=bias if qwen3 else False,
         qk_norm=qwen3,
-        tie_word_embeddings=read.bool("tie_word_embeddings", False),
+        tie_word_embeddings=read.flag("tie_word_embeddings", False),
         windows=_read_windows(read, layers),
         rope=RopeConfig.read(read.rope_parameters(), head_dim, max_positions),
     )

@@ -1,0 +1,217 @@
+"""`rapid-infer generate`: complete prompts from the command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rapid_infer.cli import options
+from rapid_infer.errors import RequestError
+from rapid_infer.outputs import RequestOutput, RequestOutputKind
+from rapid_infer.params import SamplingParams
+
+if TYPE_CHECKING:
+    from rapid_infer.llm_engine import LLMEngine
+
+
+@dataclass
+class Timing:
+    """Seconds, and tokens generated over all prompts."""
+
+    load: float
+    first_token: float = 0.0
+    total: float = 0.0
+    tokens: int = 0
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.total if self.total else 0.0
+
+    def line(self) -> str:
+        return (
+            f"{self.tokens} tokens in {self.total:.2f} s ({self.rate:.1f} tok/s), "
+            f"first token after {self.first_token:.2f} s; model loaded in {self.load:.1f} s"
+        )
+
+
+def generate(
+    model: options.Model = "demo",
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="A prompt; repeat for several. Default: standard input.")
+    ] = None,
+    file: Annotated[
+        list[Path] | None, typer.Option("--file", "-f", help="A file that holds a prompt; `-` is standard input.")
+    ] = None,
+    lines: Annotated[bool, typer.Option("--lines", metavar="", help="Each line of -f is a prompt of its own.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", metavar="", help="Put prompts through the chat template.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 256,
+    greedy: Annotated[bool, typer.Option("--greedy", metavar="", help="The likeliest token each time.")] = False,
+    temperature: Annotated[float, typer.Option(help="0 is greedy; higher is more varied.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this probability.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
+    n: Annotated[int, typer.Option("-n", help="Completions per prompt.")] = 1,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", metavar="", help="Go on past the end token.")] = False,
+    as_json: options.AsJson = False,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    load_format: options.LoadFormat = "auto",
+    max_model_len: options.MaxModelLen = None,
+    model_plugin: options.ModelPlugin = None,
+) -> None:
+    """Complete prompts. Example: rapid-infer generate -p "The capital of France is"
+
+    Text goes to standard output as it is made; the closing line with tokens, speed and time to first token goes to
+    standard error.
+    """
+    params = SamplingParams(
+        temperature=0.0 if greedy else temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        n=n,
+        max_tokens=max_tokens,
+        ignore_eos=ignore_eos,
+    )
+    prompts = read_prompts(prompt or [], file or [], lines)
+    start = time.perf_counter()
+    from rapid_infer.llm_engine import LLMEngine
+
+    engine = LLMEngine(
+        model,
+        dtype=dtype,
+        device=device,
+        load_format=load_format,
+        max_model_len=max_model_len,
+        model_plugin=model_plugin,
+    )
+    timing = Timing(load=time.perf_counter() - start)
+    encoded = [_encode(engine, text, chat) for text in prompts]
+    show = len(prompts) == 1 and n == 1 and not as_json
+    outputs = _run(engine, encoded, params, timing, show)
+    for output, text in zip(outputs, prompts):
+        output.prompt = text
+    if as_json:
+        print(json.dumps(_report(outputs, timing, engine), indent=2, ensure_ascii=False))
+    elif not show:
+        _print_all(outputs)
+    if not as_json:
+        print(timing.line(), file=sys.stderr)
+    _raise_failures(outputs)
+
+
+def read_prompts(prompts: list[str], files: list[Path], lines: bool) -> list[str]:
+    """All prompts, those of -p first. RequestError when there is none, or a file cannot be read."""
+    found = list(prompts)
+    for file in files or ([] if prompts else [Path("-")]):
+        text = _read_file(file)
+        found += [line for line in text.splitlines() if line.strip()] if lines else [text]
+    if not any(text.strip() for text in found):
+        raise RequestError('no prompt: give one with -p "text", with -f FILE, or on standard input')
+    return found
+
+
+def _read_file(file: Path) -> str:
+    if str(file) == "-":
+        if sys.stdin.isatty():
+            print("Type a prompt, then Ctrl-D:", file=sys.stderr)
+        return sys.stdin.read().removesuffix("\n")
+    try:
+        return file.read_text(encoding="utf-8").removesuffix("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"cannot read the prompt file {file}: {error}") from error
+
+
+def _encode(engine: LLMEngine, text: str, chat: bool) -> list[int]:
+    assert engine.tokenizer is not None
+    return engine.tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else engine.encode(text)
+
+
+def _run(
+    engine: LLMEngine, prompts: list[list[int]], params: SamplingParams, timing: Timing, show: bool
+) -> list[RequestOutput]:
+    whole = [RequestOutput(str(i), None, ids, []) for i, ids in enumerate(prompts)]
+    start = time.perf_counter()
+    for output in whole:
+        engine.add_request(output.request_id, output.prompt_token_ids, params, output_kind=RequestOutputKind.DELTA)
+    while engine.has_unfinished_requests():
+        for delta in engine.step():
+            if not timing.tokens:
+                timing.first_token = time.perf_counter() - start
+            timing.tokens += _merge(whole[int(delta.request_id)], delta)
+            if show:
+                print(delta.outputs[0].text, end="", flush=True)
+    timing.total = time.perf_counter() - start
+    if show:
+        print()
+    return whole
+
+
+def _merge(whole: RequestOutput, delta: RequestOutput) -> int:
+    """Add a delta to the output so far; returns its number of tokens."""
+    whole.num_cached_tokens = delta.num_cached_tokens
+    if not whole.outputs:
+        whole.outputs = delta.outputs
+    else:
+        for mine, new in zip(whole.outputs, delta.outputs):
+            mine.text += new.text
+            mine.token_ids += new.token_ids
+            mine.finish_reason, mine.error = new.finish_reason, new.error
+        return sum(len(new.token_ids) for new in delta.outputs)
+    return sum(len(mine.token_ids) for mine in whole.outputs)
+
+
+def _print_all(outputs: list[RequestOutput]) -> None:
+    for number, output in enumerate(outputs, 1):
+        for completion in output.outputs:
+            label = f"{number}.{completion.index + 1}" if len(output.outputs) > 1 else str(number)
+            print(f"[{label}] {output.prompt}")
+            print(completion.text)
+            print()
+
+
+def _report(outputs: list[RequestOutput], timing: Timing, engine: LLMEngine) -> dict[str, Any]:
+    info = engine.core.info
+    return {
+        "model": str(engine.checkpoint.path),
+        "architecture": info.architecture,
+        "dtype": info.dtype,
+        "device": engine.config.device,
+        "results": [
+            {
+                "prompt": output.prompt,
+                "prompt_tokens": len(output.prompt_token_ids),
+                "cached_tokens": output.num_cached_tokens,
+                "outputs": [
+                    {
+                        "index": completion.index,
+                        "text": completion.text,
+                        "token_ids": completion.token_ids,
+                        "finish_reason": completion.finish_reason,
+                        "error": completion.error,
+                    }
+                    for completion in output.outputs
+                ],
+            }
+            for output in outputs
+        ],
+        "tokens": timing.tokens,
+        "seconds": round(timing.total, 4),
+        "tokens_per_second": round(timing.rate, 2),
+        "time_to_first_token": round(timing.first_token, 4),
+        "load_seconds": round(timing.load, 3),
+    }
+
+
+def _raise_failures(outputs: list[RequestOutput]) -> None:
+    failed = [(o, c) for o in outputs for c in o.outputs if c.error]
+    if failed:
+        _, completion = failed[0]
+        print(f"error: {len(failed)} completions failed; the first: {completion.error}", file=sys.stderr)
+        raise typer.Exit(1)

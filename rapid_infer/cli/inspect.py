@@ -1,0 +1,168 @@
+"""`rapid-infer inspect`: what a model directory is, who serves it, and whether its weights fit; reads headers only."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from typing import Any
+
+import typer
+
+from rapid_infer.cli import options
+from rapid_infer.cli.tables import console, print_table
+from rapid_infer.errors import WeightError
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Everything `inspect` prints. Bytes are those of one rank; `kv_bytes_per_token` over all layers."""
+
+    path: str
+    architecture: str
+    plugin: str
+    target: str
+    dtype: str
+    config: dict[str, Any]
+    parameters: int
+    parameter_bytes: int
+    kv_bytes_per_token: int
+    kv_bytes_max_model_len: int
+    max_model_len: int
+    caches: list[str]
+    checkpoint_tensors: int
+    checkpoint_bytes: int
+    remap: list[dict[str, str]]
+    tensors: list[dict[str, Any]]
+    ignored: dict[str, str]
+    problems: str | None
+
+
+def inspect(
+    model: options.Model = "demo",
+    as_json: options.AsJson = False,
+    dtype: options.Dtype = "auto",
+    max_model_len: options.MaxModelLen = None,
+    model_plugin: options.ModelPlugin = None,
+) -> None:
+    """Show config, plugin, remap table, and parameter and KV bytes of a model. Example: rapid-infer inspect demo
+
+    Builds the model without memory and reads only the headers of the weight files. Exit code 2 when they do not fill
+    it.
+    """
+    found = examine(model, dtype=dtype, max_model_len=max_model_len, model_plugin=model_plugin)
+    if as_json:
+        print(json.dumps(asdict(found), indent=2, default=str))
+    else:
+        _print(found)
+    if found.problems:
+        raise typer.Exit(2)
+
+
+def examine(model: str, **kwargs: Any) -> Inspection:
+    """Build `model` on the meta device and plan its loading. Keyword arguments as for `LLM`."""
+    from rapid_infer.config import EngineArgs
+    from rapid_infer.llm_engine import prepare
+    from rapid_infer.loader import Inventory, plan_load
+    from rapid_infer.registry import ModelRegistry
+    from rapid_infer.worker.build import build_model, cache_groups
+
+    checkpoint, model_class, config = prepare(model, EngineArgs.from_kwargs(**kwargs))
+    entry = ModelRegistry.lookup(checkpoint.architecture, kwargs.get("model_plugin"))
+    # No table of positions is needed to look at shapes.
+    short = replace(config, model=replace(config.model, max_model_len=1))
+    built = build_model(model_class, checkpoint, short, "meta")
+    groups = cache_groups(built.model)
+    per_token = sum(group.bytes_per_token() for group in groups)
+    params = {id(p): p for p in built.model.parameters()}.values()
+    tensors: list[dict[str, Any]] = []
+    ignored: dict[str, str] = {}
+    problems, count, nbytes = None, 0, 0
+    try:
+        inventory = Inventory.scan(checkpoint.path)
+        count, nbytes = len(inventory.tensors), inventory.total_bytes
+        plan = plan_load(built.model, built.model.weight_map, inventory)
+        tensors, ignored = _tensor_rows(built.model, plan), plan.ignored
+        plan.check()
+    except WeightError as error:
+        problems = str(error)
+    return Inspection(
+        path=str(checkpoint.path),
+        architecture=checkpoint.architecture,
+        plugin=entry.origin,
+        target=entry.target,
+        dtype=config.model.dtype,
+        config=asdict(built.config) if is_dataclass(built.config) else vars(built.config),  # type: ignore[arg-type]
+        parameters=sum(p.numel() for p in params),
+        parameter_bytes=sum(p.nbytes for p in params),
+        kv_bytes_per_token=per_token,
+        kv_bytes_max_model_len=per_token * config.model.max_model_len,
+        max_model_len=config.model.max_model_len,
+        caches=[f"{group.layers} x {group.spec}" for group in groups],
+        checkpoint_tensors=count,
+        checkpoint_bytes=nbytes,
+        remap=[dict(row._asdict()) for row in built.model.weight_map.rows()],
+        tensors=tensors,
+        ignored=ignored,
+        problems=problems,
+    )
+
+
+def _tensor_rows(model: Any, plan: Any) -> list[dict[str, Any]]:
+    names = {id(param): name for name, param in model.named_parameters()}
+    return [
+        {
+            "checkpoint": copy.info.name,
+            "shape": list(copy.info.shape),
+            "dtype": str(copy.info.dtype).removeprefix("torch."),
+            "parameter": names[id(copy.placement.param)],
+            "rows": _rows(copy.placement),
+        }
+        for copy in plan.copies
+    ]
+
+
+def _rows(placement: Any) -> list[int] | None:
+    """Which rows of the parameter a tensor fills; None for all."""
+    first = placement.target[0] if placement.target else slice(None)
+    if not isinstance(first, slice) or first.start is None or first == slice(0, placement.param.shape[0]):
+        return None
+    return [first.start, first.stop]
+
+
+def _grouped(tensors: list[dict[str, Any]]) -> list[list[str]]:
+    """One line for all layers: numbers in names become `*`."""
+    groups: dict[tuple[str, ...], int] = {}
+    for row in tensors:
+        names = [re.sub(r"(?<=\.)\d+(?=\.)", "*", row[key]) for key in ("checkpoint", "parameter")]
+        where = "[{}:{}]".format(*row["rows"]) if row["rows"] else ""
+        key = (names[0], " x ".join(map(str, row["shape"])), row["dtype"], names[1] + where)
+        groups[key] = groups.get(key, 0) + 1
+    return [[str(count), *key] for key, count in groups.items()]
+
+
+def _print(found: Inspection) -> None:
+    from rich.console import Console
+
+    out, gib = console(), 1024**3
+    facts: list[tuple[str, object]] = [
+        ("architecture", found.architecture),
+        ("plugin", f"{found.plugin} ({found.target})"),
+        ("dtype", found.dtype),
+        ("parameters", f"{found.parameters:,} = {found.parameter_bytes / gib:.3f} GiB"),
+        ("KV cache", f"{found.kv_bytes_per_token:,} bytes/token; {', '.join(found.caches)}"),
+        ("  one full sequence", f"{found.max_model_len:,} tokens = {found.kv_bytes_max_model_len / gib:.3f} GiB"),
+        ("checkpoint", f"{found.checkpoint_tensors} tensors = {found.checkpoint_bytes / gib:.3f} GiB"),
+    ]
+    print_table(out, facts, title=found.path)
+    print_table(out, found.config.items(), title="config, as the plugin reads it")
+    rules = [list(row.values()) for row in found.remap]
+    print_table(out, rules, columns=["rule", "checkpoint", "model", "note"], title="remap rules")
+    columns = ["tensors", "checkpoint", "shape", "dtype", "parameter"]
+    print_table(out, _grouped(found.tensors), columns=columns, title="remap table")
+    for name, why in found.ignored.items():
+        out.print(f"ignored: {name} ({why})", markup=False)
+    if found.problems:
+        Console(stderr=True).print(f"error: {found.problems}", markup=False, highlight=False, soft_wrap=True)
+    else:
+        out.print("The checkpoint fills the model exactly.")
