@@ -85,7 +85,32 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class EngineArgs:
-    """What a user may set. None means "auto"; docs/options.md gives what auto becomes."""
+    """What a user may set; None and "auto" are decided by `resolve`. docs/options.md is made from this list.
+
+    tensor_parallel_size    ranks that cut each matrix between them; this version runs on 1
+    expert_parallel_size    ranks that share out a MoE layer's experts; this version runs on 1
+    dtype                   auto (the checkpoint's; float32 where the CPU has no fast 16-bit arithmetic), bfloat16, ...
+    device                  auto (a GPU if there is one), cpu, cuda
+    load_format             auto (safetensors, else .bin), or dummy for seeded random weights
+    max_model_len           longest sequence, prompt and answer; auto: the model's own, less if the cache is smaller
+    max_num_seqs            requests that run at once; auto: 256 on a GPU, 64 on a CPU
+    max_num_batched_tokens  tokens of one step; auto: 8192 on a GPU, 512 on a CPU
+    block_size              tokens of one cache block; auto: 64 on a GPU, 16 on a CPU
+    gpu_memory_utilization  share of the free GPU memory that the cache may take
+    kv_cache_memory_bytes   size of the cache; auto: see gpu_memory_utilization, on a CPU a quarter of what is free, at
+                            most 4 GiB
+    enable_prefix_caching   keep the blocks of past prompts for requests that start the same
+    enable_chunked_prefill  let a long prompt be computed in pieces, between other requests' tokens
+    enforce_eager           never record CUDA graphs
+    queue_depth             steps in flight; 2 plans a step before the tokens of the last are read; auto: 2 on a GPU,
+                            1 on a CPU
+    skip_tokenizer_init     load no tokenizer: prompts are token ids, and there is no text
+    seed                    of requests that bring none of their own
+    revision                branch, tag or commit on a hub
+    hub                     auto, huggingface, modelscope
+    model_plugin            the distribution to take the model from when several offer it
+    op_priority             per operator, the providers to try, in order: {"paged_attention": ["torch"]}
+    """
 
     tensor_parallel_size: int = 1
     expert_parallel_size: int = 1

@@ -39,10 +39,7 @@ class _Parent:
     output: RequestOutput
     kind: RequestOutputKind
     completions: list[_Completion] = field(default_factory=list)
-
-    @property
-    def engine_ids(self) -> list[str]:
-        return [_engine_id(self.output.request_id, i) for i in range(len(self.completions))]
+    engine_ids: list[str] = field(default_factory=list)
 
 
 class LLMEngine:
@@ -101,6 +98,7 @@ class LLMEngine:
             completion = _Completion(CompletionOutput(index), detokenizer)
             parent.output.outputs.append(completion.output)
             parent.completions.append(completion)
+            parent.engine_ids.append(request.request_id)
             self._owner[request.request_id] = (parent, completion)
 
     def _engine_request(self, request_id: str, ids: list[int], params: SamplingParams, index: int) -> Request:
@@ -114,7 +112,8 @@ class LLMEngine:
             share = f"request {self._arrivals}".encode() if params.n > 1 else None
         stop = (() if params.ignore_eos else self.stop_token_ids) + params.stop_token_ids
         return Request(
-            request_id=_engine_id(request_id, index),
+            # The arrival keeps apart a discarded request, whose end is still to come, and a new one of the same name.
+            request_id=f"{request_id}/{self._arrivals}/{index}",
             prompt_token_ids=ids,
             params=params,
             stop_token_ids=tuple(dict.fromkeys(stop)),
@@ -209,10 +208,6 @@ class LLMEngine:
     def close(self) -> None:
         """Drop model and caches; the engine cannot be used afterwards."""
         self.core.close()
-
-
-def _engine_id(request_id: str, index: int) -> str:
-    return f"{request_id}/{index}"
 
 
 def _mix_seed(seed: int, arrival: int) -> int:

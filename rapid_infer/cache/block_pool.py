@@ -6,7 +6,7 @@ until it is handed out again, least recently used first. Block 0 is never handed
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 
 
@@ -21,8 +21,9 @@ class BlockPool:
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
         # Two ordered queues: a block without a hash can never be hit again, so it goes first.
-        self._free_plain: dict[int, None] = dict.fromkeys(range(1, num_blocks))
-        self._free_cached: dict[int, None] = {}
+        # Not plain dicts: finding the first key of one takes as long as keys were deleted before it.
+        self._free_plain = OrderedDict[int, None].fromkeys(range(1, num_blocks))
+        self._free_cached: OrderedDict[int, None] = OrderedDict()
         self._deferred: deque[tuple[int, Sequence[int]]] = deque()
         self._collected = 0
 
@@ -54,9 +55,7 @@ class BlockPool:
         return [self._take() for _ in range(n)]
 
     def _take(self) -> int:
-        queue = self._free_plain or self._free_cached
-        block = next(iter(queue))
-        del queue[block]
+        block, _ = (self._free_plain or self._free_cached).popitem(last=False)
         self._forget(block)
         self._counts[block] = 1
         return block
@@ -114,6 +113,11 @@ class BlockPool:
                     del self._free_cached[block]
                     self._free_plain[block] = None
                 self._forget(block)
+
+    def unpublish_deferred(self) -> None:
+        """A step in flight failed: blocks whose holder left meanwhile may lack what was published."""
+        for _, blocks in self._deferred:
+            self.unpublish(blocks)
 
     def _forget(self, block: int) -> None:
         digest = self._hashes[block]

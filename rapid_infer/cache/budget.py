@@ -18,6 +18,7 @@ class CachePlan:
     num_blocks: int
     block_size: int
     bytes_per_block: int
+    budget: int
 
     @property
     def num_tokens(self) -> int:
@@ -39,7 +40,7 @@ class CachePlan:
 def plan_blocks(groups: Sequence[CacheGroup], block_size: int, budget: int) -> CachePlan:
     """As many blocks as `budget` bytes hold."""
     bytes_per_block = sum(group.page_bytes(block_size) for group in groups)
-    return CachePlan(max(budget // bytes_per_block, 0), block_size, bytes_per_block)
+    return CachePlan(max(budget // bytes_per_block, 0), block_size, bytes_per_block, budget)
 
 
 def fit_model_len(plan: CachePlan, max_model_len: int, *, shrink: bool) -> int:
@@ -55,5 +56,5 @@ def fit_model_len(plan: CachePlan, max_model_len: int, *, shrink: bool) -> int:
     raise ConfigError(
         f"the KV cache is too small for one request of max_model_len={max_model_len}: it needs {need} blocks of "
         f"{plan.block_size} tokens x {plan.bytes_per_block} bytes = {need * plan.bytes_per_block} bytes, and has "
-        f"{plan.num_blocks} blocks = {plan.total_bytes} bytes; lower max_model_len or raise kv_cache_memory_bytes"
+        f"{plan.budget} bytes = {plan.num_blocks} blocks; lower max_model_len or raise kv_cache_memory_bytes"
     )

@@ -76,6 +76,11 @@ class CacheManager:
         for pool, mine in zip(self.pools, blocks):
             pool.unpublish(mine)
 
+    def unpublish_deferred(self) -> None:
+        """The same for the blocks of requests that left while the step was in flight."""
+        for pool in self.pools:
+            pool.unpublish_deferred()
+
     def release(self, blocks: Blocks) -> None:
         for pool, mine in zip(self.pools, blocks):
             pool.release(mine)

@@ -16,9 +16,9 @@ def root(block_size: int, extra: bytes = b"") -> bytes:
     return blake2b(block_size.to_bytes(4, "little") + extra, digest_size=16).digest()
 
 
-def extend(chain: list[bytes], start: bytes, tokens: Sequence[int], block_size: int) -> None:
-    """Append to `chain` the hashes of all full blocks of `tokens` that it lacks; `start` is the chain's root."""
-    for i in range(len(chain), len(tokens) // block_size):
-        parent = chain[-1] if chain else start
-        block = array("i", tokens[i * block_size : (i + 1) * block_size]).tobytes()
-        chain.append(blake2b(parent + block, digest_size=16).digest())
+def extend(chain: list[bytes], parent: bytes, tokens: Sequence[int], block_size: int) -> None:
+    """Append the hashes of all full blocks of `tokens`; `parent` is the hash of what stands before them."""
+    for start in range(0, len(tokens) - block_size + 1, block_size):
+        block = array("i", tokens[start : start + block_size]).tobytes()
+        parent = blake2b(parent + block, digest_size=16).digest()
+        chain.append(parent)

@@ -49,13 +49,13 @@ class EngineCore:
     def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests; ids that are unknown or already ended are ignored. The next `step()` reports it."""
         for request_id in request_ids:
-            request = self._requests.pop(request_id, None)
-            if request is not None:
+            request = self._requests.get(request_id)
+            if request is not None and request.status is not RequestStatus.FINISHED:
                 self.scheduler.finish(request, FinishReason.ABORT)
                 self._early.end(request)
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._requests or self._in_flight or self._early.finished)
+        return bool(self._requests or self._in_flight)
 
     def step(self) -> StepOutputs:
         """Launch the next step if there is one, and collect when the queue is full or nothing can be launched.
@@ -68,10 +68,10 @@ class EngineCore:
         if launch is not None:
             try:
                 self._in_flight.append((launch, self.executor.launch(launch.plan)))
-            except Exception as error:
+            except BaseException as error:
                 self._fail([launch], error, outputs)
-        elif not self._in_flight and self._requests:
-            self._die(f"{len(self._requests)} requests wait and none can run: {self._state()}")
+        elif not self._in_flight and (self.scheduler.waiting or self.scheduler.running):
+            self._die(f"requests wait and none can run: {self._state()}")
         if self._in_flight and (launch is None or len(self._in_flight) >= self.queue_depth):
             self._collect(outputs)
         if not self._in_flight:
@@ -86,7 +86,7 @@ class EngineCore:
         launch, handle = self._in_flight.popleft()
         try:
             result = self.executor.collect(handle)
-        except Exception as error:
+        except BaseException as error:
             later = [launch for launch, _ in self._in_flight]
             self._in_flight.clear()
             self._fail([launch, *later], error, outputs)
@@ -94,17 +94,22 @@ class EngineCore:
         results.apply(self.scheduler, launch, result, outputs)
         self.cache.collected(launch.plan.step)
 
-    def _fail(self, launches: list[Launch], error: Exception, outputs: StepOutputs) -> None:
+    def _fail(self, launches: list[Launch], error: BaseException, outputs: StepOutputs) -> None:
         text = f"the forward pass raised {type(error).__name__}: {error}"
         logger.error("%s", text, exc_info=error)
         for request in (request for launch in launches for request in launch.requests):
             if request.status is not RequestStatus.FINISHED:
                 self.scheduler.finish(request, FinishReason.ERROR, text)
                 outputs.end(request)
+        self.cache.unpublish_deferred()
         if not self.executor.healthy():
             self._die(text, error)
+        if not isinstance(error, Exception):
+            # An interrupt is for the caller; the next step reports what it ended.
+            self._early = outputs
+            raise error
 
-    def _die(self, text: str, cause: Exception | None = None) -> None:
+    def _die(self, text: str, cause: BaseException | None = None) -> None:
         self._dead = text
         raise EngineDeadError(f"the engine cannot go on: {text}") from cause
 

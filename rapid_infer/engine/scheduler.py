@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from rapid_infer.cache import prefix
 from rapid_infer.cache.manager import CacheManager
-from rapid_infer.cache.spec import blocks_for
 from rapid_infer.config import SchedulerConfig
 from rapid_infer.engine.plan_builder import PlanBuilder
 from rapid_infer.engine.request import Request, RequestStatus
@@ -101,25 +100,27 @@ class Scheduler:
         """Give every row blocks for its granted tokens, preempting the latest rows when the pool is short."""
         rows, size = self.rows, self.cache.block_size
         end = len(order)
-        for i in np.flatnonzero(rows.computed[order] + grant > rows.capacity[order]):
+        stop, capacity = rows.computed[order] + grant, rows.capacity[order]
+        short = np.flatnonzero(stop > capacity)
+        have = capacity[short] // size
+        extra = -(-stop[short] // size) - have
+        for i, row, start, n in zip(short.tolist(), order[short].tolist(), have.tolist(), extra.tolist()):
             if i >= end:
                 break
-            row, have = int(order[i]), int(rows.capacity[order[i]]) // size
-            extra = blocks_for(int(rows.computed[row] + grant[i]), size) - have
             # What comes back with the steps in flight is worth waiting for; preempting more would only recompute more.
-            while self.cache.num_free_soon < extra and end > i:
+            while self.cache.num_free < n and self.cache.num_free_soon < n and end > i:
                 end -= 1
                 self._preempt(int(order[end]))
             if end <= i:
                 break
-            if self.cache.num_free < extra:
+            if self.cache.num_free < n:
                 grant[i] = 0
                 continue
             request = rows.requests[row]
             assert request is not None
-            self.cache.extend(request.blocks, extra)
-            builder.add_blocks(row, have, request.blocks)
-            rows.capacity[row] = (have + extra) * size
+            self.cache.extend(request.blocks, n)
+            builder.add_blocks(row, start, request.blocks)
+            rows.capacity[row] = (start + n) * size
         return order[:end], grant[:end], end < len(order)
 
     def _admit(self, used: int, builder: PlanBuilder) -> tuple[Ints, Ints]:
@@ -172,11 +173,11 @@ class Scheduler:
     def _hashes(self, request: Request, total: int) -> list[bytes]:
         if request.share_key is None:
             return []
-        size = self.cache.block_size
-        if len(request.block_hashes) < total // size:
-            start = prefix.root(size, request.share_key)
-            prefix.extend(request.block_hashes, start, request.tokens(0, total), size)
-        return request.block_hashes
+        size, chain = self.cache.block_size, request.block_hashes
+        if len(chain) < total // size:
+            parent = chain[-1] if chain else prefix.root(size, request.share_key)
+            prefix.extend(chain, parent, request.tokens(len(chain) * size, total), size)
+        return chain
 
     def _publish(self, row: int, computed: int) -> None:
         rows = self.rows

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rapid_infer.errors import ConfigError
 from rapid_infer.layers.context import BuildContext
 from rapid_infer.layers.parameter import Part, Placement
 
@@ -21,6 +22,11 @@ class VocabShard(nn.Module):
         self.vocab_size = vocab_size
         self.parallel = ctx.parallel
         self.rows = -(-vocab_size // ctx.parallel.tp_size)
+        if (ctx.parallel.tp_size - 1) * self.rows >= vocab_size:
+            raise ConfigError(
+                f"vocab_size={vocab_size} leaves a rank without rows with tensor_parallel_size="
+                f"{ctx.parallel.tp_size}; use a smaller one"
+            )
         self.start = ctx.parallel.tp_rank * self.rows
         self.stop = min(self.start + self.rows, vocab_size)
         self.weight = nn.Parameter(torch.empty(self.rows, hidden_size, dtype=ctx.dtype), requires_grad=False)

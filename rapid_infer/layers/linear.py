@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from rapid_infer.errors import ConfigError
 from rapid_infer.layers.context import BuildContext
 from rapid_infer.layers.parameter import Part, Placement
 from rapid_infer.quant.method import ParamSpec
@@ -134,11 +135,15 @@ class QKVParallelLinear(Linear):
     ) -> None:
         tp = ctx.parallel
         heads = tp.split(num_heads, "num_attention_heads")
-        if num_kv_heads >= tp.tp_size:
-            kv_heads = tp.split(num_kv_heads, "num_key_value_heads")
-            kv_start = tp.tp_rank * kv_heads
-        else:
-            kv_heads, kv_start = 1, tp.tp_rank // (tp.tp_size // num_kv_heads)
+        if num_kv_heads % tp.tp_size and tp.tp_size % num_kv_heads:
+            divisors = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
+            fits = [n for n in divisors if num_kv_heads % n == 0 or n % num_kv_heads == 0]
+            raise ConfigError(
+                f"num_key_value_heads={num_kv_heads} can neither be split over nor repeated on tensor_parallel_size="
+                f"{tp.tp_size}; use one of {fits}"
+            )
+        kv_heads = max(num_kv_heads // tp.tp_size, 1)
+        kv_start = tp.tp_rank * num_kv_heads // tp.tp_size
         q = OutPart("q", num_heads * head_dim, heads * head_dim, tp.tp_rank * heads * head_dim)
         k, v = (OutPart(n, num_kv_heads * head_dim, kv_heads * head_dim, kv_start * head_dim) for n in ("k", "v"))
         super().__init__(ctx, in_features, [q, k, v], bias)

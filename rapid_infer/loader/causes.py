@@ -81,8 +81,8 @@ def _foreign_prefix(evidence: Evidence) -> Iterator[str]:
         if found is None:
             break
         source, target = found
-        moved = [name for name in left if _moves(name, source, target, evidence.fits)]
-        left = [name for name in left if name not in set(moved)]
+        moved = {name for name in left if _moves(name, source, target, evidence.fits)}
+        left = [name for name in left if name not in moved]
         place = f"the model has '{target}.'" if target else "the model has no prefix"
         texts.append(f"{len(moved)} of {len(unexpected)} unexpected tensors are under '{source}.' where {place}")
         rules.append(f'rename("{source}", "{target}", at_start=True)')

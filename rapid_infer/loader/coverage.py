@@ -26,11 +26,12 @@ class Owned:
     """Global expert number of each slot seen."""
 
     def add(self, slot: Slot, part: Part, expert: int | None, source: str) -> str | None:
-        """Notes that `source` fills a piece; the tensor that already fills it (in whole or in part), if any."""
+        """Notes that `source` fills a piece, unless another tensor does in whole or in part: then returns its name."""
         rival = next((self.filled[key] for key in self._clashes(slot, part)), None)
-        self.filled.setdefault((slot, part), source)
-        if slot is not None and expert is not None:
-            self.experts[slot] = expert
+        if rival is None:
+            self.filled[slot, part] = source
+            if slot is not None and expert is not None:
+                self.experts[slot] = expert
         return rival
 
     def _clashes(self, slot: Slot, part: Part) -> Iterator[tuple[Slot, Part]]:

@@ -7,21 +7,19 @@ import hashlib
 import torch
 from torch import nn
 
-from rapid_infer.loader.load import finalize
 from rapid_infer.loader.plan import CASTABLE
 
 CHUNK = 1 << 22
 """Values that are made at a time, so that formats which need a detour through fp32 take little extra memory."""
-EXPONENTS = (118, 125)
-"""Bytes of random e8m0 scales, about 2**-9 to 2**-3; all of them positive."""
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def load_dummy(model: nn.Module, *, scale: float = 0.02) -> None:
-    """Fills every parameter of `model` in place with normal(0, scale), then runs `finalize_weights`.
+    """Fills every parameter of `model` in place with normal(0, scale); `finalize(model)` is left to the caller.
 
     Seeded by the parameter's dotted name alone, so values depend neither on order nor on other parameters; a shared
-    parameter counts once, under its first name. Vectors named `*norm*.weight` are 1; integers are
-    uniform over their type.
+    parameter counts once, under its first name. Vectors named `*norm*.weight` are 1; integers are uniform over their
+    type.
     """
     with torch.no_grad():
         for name, param in model.named_parameters():
@@ -30,7 +28,6 @@ def load_dummy(model: nn.Module, *, scale: float = 0.02) -> None:
                 param.data.fill_(1)
             else:
                 _fill(param.data, _generator(name, param.device), scale)
-    finalize(model)
 
 
 def _is_norm(name: str, param: nn.Parameter) -> bool:
@@ -54,8 +51,6 @@ def _fill_chunk(chunk: torch.Tensor, generator: torch.Generator, scale: float) -
     dtype = chunk.dtype
     if dtype in CASTABLE:
         chunk.normal_(0, scale, generator=generator)
-    elif dtype == torch.float8_e8m0fnu:
-        chunk.view(torch.uint8).random_(*EXPONENTS, generator=generator)
     elif dtype == torch.float4_e2m1fn_x2:
         chunk.view(torch.uint8).random_(0, 256, generator=generator)
     elif dtype.is_floating_point:
@@ -68,7 +63,7 @@ def _fill_chunk(chunk: torch.Tensor, generator: torch.Generator, scale: float) -
 
 
 def _fill_integers(chunk: torch.Tensor, generator: torch.Generator) -> None:
-    if chunk.dtype == torch.uint64:
-        chunk = chunk.view(torch.int64)
+    # Random bits are random bits; the wide unsigned types lack the operation.
+    chunk = chunk.view(SIGNED.get(chunk.dtype, chunk.dtype))
     info = torch.iinfo(chunk.dtype)
     chunk.random_(info.min, info.max, generator=generator)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import re
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,7 +146,7 @@ def _bin_header(file: Path) -> list[TensorInfo]:
 def _bin_cause(file: Path, error: Exception) -> str:
     start = _start(file)
     if zipfile.is_zipfile(file):
-        return f"not a file of tensors ({str(error).splitlines()[0]})"
+        return f"not a file of tensors ({_first_sentence(error)})"
     if start.startswith(b"PK"):
         return f"truncated or damaged ({file.stat().st_size} bytes, no end of archive)"
     if start.startswith(b"\x80"):
@@ -154,9 +155,13 @@ def _bin_cause(file: Path, error: Exception) -> str:
 
 
 def _reason(error: pickle.UnpicklingError) -> str:
-    """The line of torch's long text that names what was refused."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    return next((line for line in lines if "GLOBAL" in line or "Unsupported" in line), lines[0] if lines else "")
+    """What was refused, out of torch's long text."""
+    named = re.search(r"GLOBAL (\S+)", str(error))
+    return f"it names {named[1]}" if named else _first_sentence(error)
+
+
+def _first_sentence(error: Exception) -> str:
+    return re.split(r"\.\s|\n", str(error))[0]
 
 
 def _start(file: Path) -> bytes:

@@ -178,8 +178,10 @@ class _Planner:
                 raise
         placements = [placement_of(module, target.leaf, part, target.expert) for part in parts]
         here = [placement for placement in placements if placement is not None]
-        if len(here) < len(placements):
+        if not here:
             return [(part, None, None) for part in parts]
+        if len(here) < len(parts):
+            raise KeyError(target.leaf)  # the size of a part that is kept elsewhere is not known here
         sections = _sections([placement.shape for placement in here], shape)
         return [(part, chain(target.index, cut), placement) for part, cut, placement in zip(parts, sections, here)]
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-
-    from rapid_infer.llm import LLM
 
 MIN_GAP = 2e-3
 """Below this gap between the two best logits, rounding in fp32 may decide which one is best."""
@@ -131,26 +128,3 @@ class Oracle:
             f"{len(found)} greedy runs of {max_tokens} tokens, smallest top-1/top-2 gap {min(r.gap for r in found):.2e}"
         )
         return found
-
-
-@contextmanager
-def record_logits(llm: LLM) -> Iterator[list[torch.Tensor]]:
-    """Within the context, collect the logits of every step: fp32 `[rows that got a token, vocab]`, in launch order.
-
-    With one request at a time that is one row for each new token.
-    """
-    runner: Any = llm.engine.executor.runner
-    head = runner.model.head
-    recorded: list[torch.Tensor] = []
-    original = head.logits
-
-    def logits(hidden: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
-        scores = original(hidden, rows)
-        recorded.append(scores.detach().clone())
-        return scores
-
-    head.logits = logits
-    try:
-        yield recorded
-    finally:
-        del head.logits

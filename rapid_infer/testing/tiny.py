@@ -30,7 +30,7 @@ The vocabulary is odd, and nothing ends a greedy sequence early.
 """
 
 NORM_SPREAD = 0.2
-BIAS_SPREAD = 0.5
+BIAS_SPREAD = 0.2
 
 
 def make_checkpoint(

@@ -236,7 +236,7 @@ def test_help_has_a_line_for_every_command_and_an_example(run: Run) -> None:
     code, out, _ = run("--help")
     assert code == 0
     assert all(any(f" {name} " in line for line in out.splitlines()) for name in app.COMMANDS)
-    assert "Example: rapid-infer models --check" in out
+    assert "Example: rapid-infer generate" in out
     assert "completion" not in out
     assert run("models", "--help")[0] == 0
 

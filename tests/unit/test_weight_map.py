@@ -99,7 +99,9 @@ def test_rules_run_in_order_and_chain() -> None:
 def test_one_expert() -> None:
     path = "model.layers.5.mlp.experts"
     assert only(QWEN, f"{path}.17.gate_proj.weight") == Target(f"{path}.gate_up_proj", "weight", 0, 17)
-    assert only(QWEN, f"{path}.17.up_proj.weight_scale_inv") == Target(f"{path}.gate_up_proj", "weight_scale_inv", 1, 17)
+    assert only(QWEN, f"{path}.17.up_proj.weight_scale_inv") == Target(
+        f"{path}.gate_up_proj", "weight_scale_inv", 1, 17
+    )
     assert only(QWEN, f"{path}.3.down_proj.weight") == Target(f"{path}.down_proj", "weight", None, 3)
 
 
@@ -121,6 +123,19 @@ def test_experts_under_another_name_and_with_other_parts() -> None:
     table = WeightMap([experts(("w1", "w3"), "w13", parts=("gate", "up"), under="ffn.experts")])
     assert only(table, "layers.0.ffn.experts.9.w3.scale") == Target("layers.0.ffn.experts.w13", "scale", "up", 9)
     assert only(table, "layers.0.experts.9.w3.scale").path == "layers.0.experts.9.w3"
+
+
+def test_other_things_among_the_experts_are_no_experts() -> None:
+    assert only(QWEN, "mlp.experts.shared.up_proj.weight") == Target("mlp.experts.shared.gate_up_proj", "weight", 1)
+    assert only(QWEN, "mlp.experts.bias") == Target("mlp.experts", "bias")
+
+
+def test_a_piece_is_not_taken_apart_again() -> None:
+    later = WeightMap([stack("gate_up_proj", "fused"), split("gate_up_proj", (("a", None), ("b", None)))])
+    assert only(QWEN + later, "mlp.up_proj.weight") == Target("mlp.gate_up_proj", "weight", 1)
+    assert only(MOE + later, "experts.1.up_proj.weight") == Target("experts.gate_up_proj", "weight", 1, 1)
+    twice = MOE + WeightMap([experts("gate_up_proj", "fused")])
+    assert only(twice, "experts.1.up_proj.weight") == Target("experts.gate_up_proj", "weight", 1, 1)
 
 
 def test_index_maps_differ_between_expert_layouts() -> None:
@@ -202,7 +217,9 @@ def test_malformed_rules_are_refused(make) -> None:
 
 
 def test_the_table_prints_every_rule() -> None:
-    table = QWEN + WeightMap([split("c_attn", (("qkv", "q"), ("qkv", "k")), index=transpose()), ignore("mtp.**", "draft")])
+    table = QWEN + WeightMap(
+        [split("c_attn", (("qkv", "q"), ("qkv", "k")), index=transpose()), ignore("mtp.**", "draft")]
+    )
     for text in (str(table), table.to_markdown()):
         for word in ("experts.{E}.{gate_proj,up_proj}", "qkv_proj[q,k,v]", "transpose", "mtp.**", "draft", "at start"):
             assert word in text
@@ -223,14 +240,20 @@ def test_good_tables_have_no_faults() -> None:
     [
         ([QKV, QKV], "duplicate: rule 2"),
         ([GATE_UP, experts(("gate_proj", "up_proj"), "gate_up_proj")], "shadowed: rule 2 (experts"),
-        ([QKV, stack(("q_proj", "o_proj"), "qo")], "ambiguous: rule 2 (stack {q_proj,o_proj}) never sees x.q_proj.weight"),
+        (
+            [QKV, stack(("q_proj", "o_proj"), "qo")],
+            "ambiguous: rule 2 (stack {q_proj,o_proj}) never sees x.q_proj.weight",
+        ),
         ([QKV, split("q_proj", (("a", None), ("b", None)))], "ambiguous: rule 2 (split q_proj)"),
         ([rename("q_proj", "a"), QKV], "never sees x.q_proj.weight, which rule 1 (rename q_proj) takes first"),
         ([rename("a", "b"), rename("a", "c")], "ambiguous: rule 2 (rename a)"),
         ([ignore("mtp.**", "draft"), rename("mtp", "model", at_start=True)], "shadowed: rule 2 (rename mtp)"),
         ([QKV, ignore("**.k_proj.k_scale", "unused")], "shadowed: rule 2 (ignore **.k_proj.k_scale)"),
         ([rename("layers", "model.layers")], "not idempotent: x.layers.weight maps to x.model.layers.weight"),
-        ([rename("b", "c"), rename("a", "b")], "not idempotent: x.a.weight maps to x.b.weight, which maps to x.c.weight"),
+        (
+            [rename("b", "c"), rename("a", "b")],
+            "not idempotent: x.a.weight maps to x.b.weight, which maps to x.c.weight",
+        ),
         ([ignore("*.b.weight", "no"), rename("a", "b")], "which maps to nothing"),
         ([tie("a", "b"), tie("a", "c")], "a is tied to b and to c"),
         ([tie("a", "b"), tie("b", "c")], "b, which is itself tied to c"),
@@ -239,6 +262,10 @@ def test_good_tables_have_no_faults() -> None:
 def test_lint_finds(rules: list, fault: str) -> None:
     faults = WeightMap(rules).lint()
     assert any(fault in text for text in faults), faults
+
+
+def test_a_duplicate_is_one_fault() -> None:
+    assert len(WeightMap([QKV, GATE_UP, QKV]).lint()) == 1
 
 
 @pytest.mark.parametrize("table", [QWEN, QWEN + WeightMap([rename("visual", "vision", at_start=True)])])
@@ -342,7 +369,7 @@ def test_maps_chain() -> None:
     ("index", "shape"), [(Section((1, 1, 1), 0), (8, 2)), (interleave(6), (8, 2)), (interleave(3, groups=2), (6, 2))]
 )
 def test_a_layout_that_cannot_be_is_a_value_error(index, shape) -> None:
-    with pytest.raises(ValueError, match="cannot be cut|are not units"):
+    with pytest.raises(ValueError, match=r"cannot be cut|are not units"):
         index.shape(shape)
 
 

@@ -45,12 +45,17 @@ class QwenConfig:
     rope: RopeConfig
 
 
-def _read_windows(read: ConfigReader, layers: int) -> tuple[int | None, ...]:
-    """Per layer, the sliding window or None: layers from `max_window_layers` on have one, if the config uses it."""
+def _read_windows(hf_config: Any, read: ConfigReader, layers: int) -> tuple[int | None, ...]:
+    """Per layer, the sliding window or None, if the config uses windows at all.
+
+    `layer_types` decides; a config without it has windows in the layers from `max_window_layers` on.
+    """
     if not read.flag("use_sliding_window", False):
         return (None,) * layers
-    first = read.integer("max_window_layers", layers)
-    return tuple(read.optional_integer("sliding_window") if i >= first else None for i in range(layers))
+    window, first = read.optional_integer("sliding_window"), read.integer("max_window_layers", layers)
+    kinds = getattr(hf_config, "layer_types", None)
+    slides = [i >= first for i in range(layers)] if kinds is None else [kind == "sliding_attention" for kind in kinds]
+    return tuple(window if yes else None for yes in slides)
 
 
 def _read_config(hf_config: Any, *, qwen3: bool) -> QwenConfig:
@@ -74,7 +79,7 @@ def _read_config(hf_config: Any, *, qwen3: bool) -> QwenConfig:
         o_bias=bias if qwen3 else False,
         qk_norm=qwen3,
         tie_word_embeddings=read.flag("tie_word_embeddings", False),
-        windows=_read_windows(read, layers),
+        windows=_read_windows(hf_config, read, layers),
         rope=RopeConfig.read(read.rope_parameters(), head_dim, max_positions),
     )
 

@@ -1,0 +1,104 @@
+"""Fills the generated parts of docs/ from the code: `python scripts/make_docs.py`, or `--check` to compare only.
+
+A part stands between `<!-- generated: NAME -->` and `<!-- end -->`; NAME is a function below.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rapid_infer import SamplingParams
+from rapid_infer.config import EngineArgs
+from rapid_infer.ops import OPS, load_providers
+from rapid_infer.registry import ModelRegistry
+
+ROOT = Path(__file__).resolve().parent.parent
+PART = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+OUR_PLUGINS = ("rapid-infer-llama", "rapid-infer-qwen3")
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(str(cell) for cell in line) + " |\n" for line in lines)
+
+
+def _described_fields(cls: type) -> str:
+    """Fields, defaults and the aligned descriptions in the class's docstring."""
+    described: dict[str, str] = {}
+    name = ""
+    for line in (cls.__doc__ or "").splitlines():
+        if found := re.match(r"    (\w+)\s{2,}(\S.*)", line):
+            name, described[found[1]] = found[1], found[2]
+        elif name and line.startswith(" " * 8):
+            described[name] += " " + line.strip()
+        else:
+            name = ""
+    rows = []
+    for field in dataclasses.fields(cls):
+        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore
+        shown = "auto" if default is None and "auto" in described[field.name] else repr(default)
+        rows.append((f"`{field.name}`", f"`{shown}`", described[field.name]))
+    return table(("name", "default", "meaning"), rows)
+
+
+def engine_options() -> str:
+    return _described_fields(EngineArgs)
+
+
+def sampling_params() -> str:
+    return _described_fields(SamplingParams)
+
+
+def operators() -> str:
+    load_providers()
+    rows = []
+    for op in OPS.values():
+        providers = sorted(op.providers.values(), key=lambda p: -p.priority)
+        first = (op.__doc__ or "").strip().splitlines()[0]
+        rows.append((f"`{op.name}`", ", ".join(f"{p.name} ({p.priority})" for p in providers), first))
+    return table(("op", "providers (priority)", "meaning"), rows)
+
+
+def models() -> str:
+    entries = [e for e in ModelRegistry.table.entries() if e.distribution in OUR_PLUGINS]
+    return table(
+        ("architecture", "package", "class"), [(f"`{e.name}`", e.distribution, f"`{e.target}`") for e in entries]
+    )
+
+
+def llama_remap() -> str:
+    return "```\n" + str(ModelRegistry.resolve("LlamaForCausalLM").weight_map) + "\n```\n"  # type: ignore[attr-defined]
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "engine options": engine_options,
+    "sampling params": sampling_params,
+    "operators": operators,
+    "models": models,
+    "llama remap": llama_remap,
+}
+
+
+def render(text: str) -> str:
+    return PART.sub(lambda part: f"{part[1]}\n{PARTS[part[2]]()}\n{part[3]}", text)
+
+
+def main() -> None:
+    stale = []
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        old = page.read_text(encoding="utf-8")
+        new = render(old)
+        if new != old:
+            stale.append(str(page.relative_to(ROOT)))
+            if "--check" not in sys.argv:
+                page.write_text(new, encoding="utf-8")
+    if stale and "--check" in sys.argv:
+        sys.exit(f"out of date: {', '.join(stale)}; run python scripts/make_docs.py")
+
+
+if __name__ == "__main__":
+    main()

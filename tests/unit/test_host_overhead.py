@@ -1,0 +1,142 @@
+"""What a step costs the host when the model costs nothing: 256 rows in steady decode, on the GPU's default block size.
+
+The limit is for an idle machine of ordinary speed; HOST_OVERHEAD_LIMIT_MS raises it for a slower one.
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rapid_infer.cache.spec import CacheGroup, FullKV
+from rapid_infer.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from rapid_infer.engine import results
+from rapid_infer.engine.core import EngineCore
+from rapid_infer.engine.executor import ModelInfo
+from rapid_infer.engine.request import Request
+from rapid_infer.engine.step_plan import StepPlan, StepResult
+from rapid_infer.layers.batch import ForwardBatch
+from rapid_infer.params import SamplingParams
+from rapid_infer.worker.model_runner import ModelRunner, StepHandle
+
+ROWS, VOCAB, BLOCK_SIZE, MAX_LEN = 256, 8, 64, 4096
+LIMIT_MS = float(os.environ.get("HOST_OVERHEAD_LIMIT_MS", "0.4"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Waiting for a second thread, which on a busy machine takes milliseconds, is nothing that a GPU's host does."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class StubModel:
+    """Costs one slice for the forward and one for the head; its best token is always 0."""
+
+    def __init__(self) -> None:
+        self.head = self
+        self.hidden, self.scores = torch.zeros(8192, 4), torch.zeros(ROWS, VOCAB)
+
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        return self.hidden[: len(batch.input_ids)]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.scores[: len(hidden)]
+
+
+class StubExecutor:
+    def __init__(self, queue_depth: int) -> None:
+        groups = [CacheGroup(FullKV(1, 8, "float32"), 1)]
+        self.info = ModelInfo("Stub", VOCAB, MAX_LEN, groups, ROWS * MAX_LEN // BLOCK_SIZE + 1, BLOCK_SIZE, "float32")
+        self.runner = ModelRunner(
+            StubModel(),
+            torch.device("cpu"),
+            max_num_seqs=ROWS,
+            max_model_len=MAX_LEN,
+            block_size=BLOCK_SIZE,
+            num_groups=1,
+            queue_depth=queue_depth,
+        )
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        return self.runner.launch(plan)
+
+    def collect(self, handle: StepHandle) -> StepResult:
+        return self.runner.collect(handle)
+
+    def healthy(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+def steady_engine(queue_depth: int) -> EngineCore:
+    """All rows decode; their lengths differ, so that each step has about as many rows that need a new block."""
+    config = EngineConfig(
+        model=ModelConfig("float32", MAX_LEN, False, "dummy", 0),
+        cache=CacheConfig(BLOCK_SIZE, 0.9, None, True),
+        scheduler=SchedulerConfig(ROWS, 8192, True, queue_depth),
+        parallel=ParallelConfig(),
+        device="cpu",
+    )
+    core = EngineCore(config, StubExecutor(queue_depth))
+    for i in range(ROWS):
+        prompt = [1 + i % 7] * (16 + i % BLOCK_SIZE)
+        core.add_request(Request(str(i), prompt, SamplingParams(temperature=0), (7,), MAX_LEN, share_key=b"%d" % i))
+    for _ in range(10):
+        core.step()
+    assert len(core.scheduler.running) == ROWS
+    return core
+
+
+def timed(owner: Any, name: str, times: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    original: Callable[..., Any] = getattr(owner, name)
+
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        start = time.thread_time()
+        result = original(*args, **kwargs)
+        times.append(time.thread_time() - start)
+        return result
+
+    monkeypatch.setattr(owner, name, measured)
+
+
+@pytest.mark.parametrize("queue_depth", [1, 2])
+def test_a_steady_step_costs_the_host_little(queue_depth: int) -> None:
+    core = steady_engine(queue_depth)
+    medians = []
+    # Time of this thread, and the best of several: what else the machine does is no cost of ours and only adds to it.
+    for _ in range(10):
+        times = []
+        for _ in range(64):
+            start = time.thread_time()
+            outputs = core.step()
+            times.append(time.thread_time() - start)
+            assert len(outputs.token_ids) == ROWS
+        medians.append(statistics.median(times) * 1e3)
+    print(
+        f"host overhead of a step with {ROWS} rows: {min(medians):.3f} ms (medians {min(medians):.3f} to {max(medians):.3f})"
+    )
+    assert min(medians) < LIMIT_MS
+
+
+def test_where_a_steady_step_spends_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = steady_engine(1)
+    runner = core.executor.runner  # type: ignore[attr-defined]
+    parts = {"schedule": core.scheduler, "prepare": runner, "forward": runner, "finish": runner, "apply": results}
+    times: dict[str, list[float]] = {name: [] for name in parts}
+    for name, owner in parts.items():
+        timed(owner, name, times[name], monkeypatch)
+    for _ in range(64):
+        core.step()
+    for name, measured in times.items():
+        assert len(measured) == 64
+        print(f"{name:10s} {statistics.median(measured) * 1e6:6.0f} us")

@@ -1,0 +1,258 @@
+"""How layers cut their parameters over ranks, and that the ranks' parts add up to the whole."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rapid_infer.errors import ConfigError
+from rapid_infer.layers.context import BuildContext
+from rapid_infer.layers.embedding import LMHead, VocabEmbedding
+from rapid_infer.layers.linear import (
+    ColumnParallelLinear,
+    Linear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from rapid_infer.layers.mlp import GatedMLP
+from rapid_infer.layers.norm import RMSNorm
+from rapid_infer.layers.parameter import Part, placement_of
+from rapid_infer.ops import OpResolver
+from rapid_infer.parallel import ParallelState
+from rapid_infer.quant import ParamSpec, PlainMethod, PlainScheme
+
+OPS = OpResolver("cpu")
+SIZES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Simulated(ParallelState):
+    """Ranks that run one after another: the last one gets the sum of all."""
+
+    partials: list[Tensor] = field(default_factory=list)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.partials.append(x)
+        return torch.stack(self.partials).sum(0)
+
+
+def contexts(tp_size: int, quant: PlainScheme | None = None) -> list[BuildContext]:
+    partials: list[Tensor] = []
+    return [
+        BuildContext(torch.float32, OPS, 64, Simulated(rank, tp_size, partials), quant or PlainScheme(), "layer")
+        for rank in range(tp_size)
+    ]
+
+
+def fill(module: nn.Module, tensors: Mapping[tuple[str, Part], Tensor]) -> None:
+    """What a loader does. Everything starts as NaN, so that an unfilled place shows."""
+    for param in module.parameters(recurse=False):
+        param.data.fill_(torch.nan)
+    for (leaf, part), tensor in tensors.items():
+        place = placement_of(module, leaf, part)
+        assert place is not None
+        assert tuple(tensor.shape) == place.shape
+        place.param.data[place.target] = tensor[place.source]
+    if isinstance(module, (Linear, VocabEmbedding, LMHead)):
+        module.finalize_weights()
+    assert not any(param.isnan().any() for param in module.parameters(recurse=False))
+
+
+def numbered(rows: int, columns: int, start: int = 0) -> Tensor:
+    """Row i holds start + i everywhere."""
+    return (torch.arange(rows, dtype=torch.float32) + start).unsqueeze(1).expand(rows, columns).clone()
+
+
+def rows_of(weight: Tensor) -> list[int]:
+    return [int(x) for x in weight[:, 0]]
+
+
+@pytest.mark.parametrize("tp", SIZES)
+def test_column_layers_cut_output_rows_and_bias(tp: int) -> None:
+    for rank, ctx in enumerate(contexts(tp)):
+        layer = ColumnParallelLinear(ctx, 3, 16, bias=True)
+        fill(layer, {("weight", None): numbered(16, 3), ("bias", None): torch.arange(16.0)})
+        expected = list(range(rank * 16 // tp, (rank + 1) * 16 // tp))
+        assert rows_of(layer.weight) == expected
+        assert layer.bias is not None
+        assert layer.bias.tolist() == expected
+
+
+@pytest.mark.parametrize("tp", SIZES)
+def test_merged_columns_hold_their_share_of_each_part(tp: int) -> None:
+    for rank, ctx in enumerate(contexts(tp)):
+        layer = MergedColumnParallelLinear(ctx, 3, [16, 8], bias=True)
+        fill(
+            layer,
+            {
+                ("weight", 0): numbered(16, 3),
+                ("weight", 1): numbered(8, 3, 100),
+                ("bias", 0): torch.arange(16.0),
+                ("bias", 1): torch.arange(100.0, 108.0),
+            },
+        )
+        first = list(range(rank * 16 // tp, (rank + 1) * 16 // tp))
+        second = [100 + i for i in range(rank * 8 // tp, (rank + 1) * 8 // tp)]
+        assert rows_of(layer.weight) == first + second
+        assert layer.bias is not None
+        assert layer.bias.tolist() == first + second
+
+
+@pytest.mark.parametrize("tp", SIZES)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
+def test_qkv_is_cut_by_heads_and_kv_heads_repeat_on_more_ranks_than_heads(tp: int, kv_heads: int) -> None:
+    heads, dim = 8, 2
+    for rank, ctx in enumerate(contexts(tp)):
+        layer = QKVParallelLinear(ctx, 3, heads, kv_heads, dim, bias=True)
+        tensors: dict[tuple[str, Part], Tensor] = {}
+        for part, n, start in (("q", heads, 0), ("k", kv_heads, 1000), ("v", kv_heads, 2000)):
+            tensors["weight", part] = numbered(n * dim, 3, start)
+            tensors["bias", part] = torch.arange(n * dim) + float(start)
+        fill(layer, tensors)
+        if tp > kv_heads:
+            mine = [rank // (tp // kv_heads)]
+        else:
+            mine = list(range(rank * kv_heads // tp, (rank + 1) * kv_heads // tp))
+        kv_rows = [head * dim + i for head in mine for i in range(dim)]
+        q_rows = list(range(rank * heads * dim // tp, (rank + 1) * heads * dim // tp))
+        expected = [*q_rows, *(1000 + r for r in kv_rows), *(2000 + r for r in kv_rows)]
+        assert rows_of(layer.weight) == expected
+        assert layer.bias is not None
+        assert layer.bias.tolist() == expected
+        assert (layer.num_heads, layer.num_kv_heads) == (heads // tp, len(mine))
+        group = heads // kv_heads
+        assert {head // group for head in range(rank * heads // tp, (rank + 1) * heads // tp)} == set(mine)
+
+
+@pytest.mark.parametrize("tp", SIZES)
+def test_row_layers_add_up_to_the_whole_with_the_bias_once(tp: int) -> None:
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(5, 16), torch.randn(5), torch.randn(3, 16)
+    outputs = []
+    for ctx, part in zip(contexts(tp), x.chunk(tp, dim=1)):
+        layer = RowParallelLinear(ctx, 16, 5, bias=True)
+        fill(layer, {("weight", None): weight, ("bias", None): bias})
+        outputs.append(layer(part))
+    torch.testing.assert_close(outputs[-1], F.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("tp", SIZES)
+def test_gated_mlp_over_ranks_equals_the_formula(tp: int) -> None:
+    torch.manual_seed(0)
+    gate, up, down, x = torch.randn(16, 6), torch.randn(16, 6), torch.randn(6, 16), torch.randn(4, 6)
+    for ctx in contexts(tp):
+        mlp = GatedMLP(ctx, 6, 16)
+        fill(mlp.gate_up_proj, {("weight", 0): gate, ("weight", 1): up})
+        fill(mlp.down_proj, {("weight", None): down})
+        result = mlp(x)
+    torch.testing.assert_close(result, (F.silu(x @ gate.T) * (x @ up.T)) @ down.T, atol=1e-4, rtol=1e-4)
+
+
+class BlockScaled(PlainMethod):
+    """A weight with one scale for each 128 x 128 block, as DeepSeek's FP8 checkpoints have."""
+
+    def params(self, dtype: torch.dtype) -> Mapping[str, ParamSpec]:
+        return {"weight": ParamSpec(dtype), "scale": ParamSpec(torch.float32, out_group=128, in_group=128)}
+
+
+class BlockScheme(PlainScheme):
+    def method(self, module: str) -> BlockScaled:
+        return BlockScaled()
+
+
+@pytest.mark.parametrize("tp", SIZES)
+def test_block_scales_are_cut_with_their_weight(tp: int) -> None:
+    for rank, ctx in enumerate(contexts(tp, BlockScheme())):
+        merged = MergedColumnParallelLinear(ctx, 200, [1024, 2048])
+        parts = {("scale", 0): numbered(8, 2), ("scale", 1): numbered(16, 2, 100)}
+        fill(merged, {("weight", 0): torch.zeros(1024, 200), ("weight", 1): torch.zeros(2048, 200), **parts})
+        first = list(range(rank * 8 // tp, (rank + 1) * 8 // tp))
+        assert rows_of(merged.scale) == first + [100 + r for r in range(rank * 16 // tp, (rank + 1) * 16 // tp)]
+        row = RowParallelLinear(ctx, 1024, 100)
+        fill(row, {("weight", None): torch.zeros(100, 1024), ("scale", None): numbered(8, 1).T.clone()})
+        assert row.scale.tolist() == [first]
+
+
+def test_a_last_group_that_is_not_full_has_its_scale() -> None:
+    (ctx,) = contexts(1, BlockScheme())
+    layer = MergedColumnParallelLinear(ctx, 130, [256, 100])
+    assert layer.scale.shape == (3, 2)
+    place = layer.placement("scale", 1)
+    assert place is not None
+    assert (place.shape, place.target[0]) == ((1, 2), slice(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda ctx: ColumnParallelLinear(ctx, 4, 6), r"layer output features=6 .*=4; use one of \[1, 2, 3, 6\]"),
+        (lambda ctx: RowParallelLinear(ctx, 10, 4), r"layer input features=10 .*=4; use one of \[1, 2, 5, 10\]"),
+        (lambda ctx: QKVParallelLinear(ctx, 4, 6, 2, 8), r"num_attention_heads=6 .*=4; use one of \[1, 2, 3, 6\]"),
+        (lambda ctx: QKVParallelLinear(ctx, 4, 12, 3, 8), r"num_key_value_heads=3 .*=4; use one of \[1, 3, 6, 12\]"),
+        (lambda ctx: QKVParallelLinear(ctx, 4, 24, 6, 8), r"num_key_value_heads=6 .*=4; .*\[1, 2, 3, 6, 12, 24\]"),
+        (lambda ctx: VocabEmbedding(ctx, 5, 4), r"vocab_size=5 leaves a rank without rows with .*=4"),
+    ],
+)
+def test_a_size_that_cannot_be_split_names_those_that_can(build, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(contexts(4)[3])
+
+
+@pytest.mark.parametrize("tp", SIZES)
+def test_an_uneven_vocabulary_is_padded_and_adds_up(tp: int) -> None:
+    torch.manual_seed(0)
+    vocab, hidden = 61, 6
+    weight, ids, h = torch.randn(vocab, hidden), torch.tensor([0, 60, 17, 59, 8]), torch.randn(3, hidden)
+    scores, best = [], []
+    for rank, ctx in enumerate(contexts(tp)):
+        embedding = VocabEmbedding(ctx, vocab, hidden)
+        fill(embedding, {("weight", None): weight})
+        assert embedding.rows == -(-vocab // tp)
+        assert embedding.start == rank * embedding.rows
+        assert not embedding.weight[embedding.stop - embedding.start :].any()
+        embedded = embedding(ids)
+        head = LMHead(ctx, vocab, hidden)
+        fill(head, {("weight", None): weight})
+        scores.append(head.logits(h))
+        best.append(head.argmax(h))
+    torch.testing.assert_close(embedded, weight[ids])
+    whole = torch.cat(scores, dim=1)
+    torch.testing.assert_close(whole, h @ weight.T)
+    values, tokens = (torch.stack(x) for x in zip(*best))
+    winner = values.argmax(dim=0)
+    assert tokens[winner, torch.arange(3)].tolist() == whole.argmax(dim=1).tolist()
+
+
+def test_head_options() -> None:
+    torch.manual_seed(0)
+    (ctx,) = contexts(1)
+    embedding = VocabEmbedding(ctx, 11, 6)
+    fill(embedding, {("weight", None): torch.randn(11, 6)})
+    head, h = LMHead(ctx, 11, 6, tied_to=embedding, scale=0.5, soft_cap=3.0), torch.randn(4, 6)
+    assert head.weight is embedding.weight
+    plain = 0.5 * h @ embedding.weight.T
+    torch.testing.assert_close(head.logits(h), 3 * torch.tanh(plain / 3))
+    torch.testing.assert_close(head.logits(h, rows=torch.tensor([7, 2])), head.logits(h)[:, [7, 2]])
+    value, token = head.argmax(h)
+    assert token.tolist() == plain.argmax(dim=1).tolist()
+    torch.testing.assert_close(value, head.logits(h).amax(dim=1))
+
+
+def test_logits_are_fp32_whatever_the_model_is() -> None:
+    ctx = BuildContext(torch.bfloat16, OPS, 64)
+    head = LMHead(ctx, 11, 6)
+    head.weight.data.zero_()
+    assert head.logits(torch.zeros(2, 6, dtype=torch.bfloat16)).dtype is torch.float32
+
+
+def test_the_residual_stream_starts_with_the_first_input() -> None:
+    norm, x, residual = RMSNorm(contexts(1)[0], 6, 1e-6), torch.randn(2, 6), torch.randn(2, 6)
+    norm.weight.data.fill_(2.0)
+    normed, stream = norm.add(x, None)
+    torch.testing.assert_close((normed, stream), (norm(x), x))
+    normed, stream = norm.add(x, residual)
+    torch.testing.assert_close((normed, stream), (norm(x + residual), x + residual))

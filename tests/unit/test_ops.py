@@ -1,0 +1,195 @@
+"""Every provider of every op against the op's reference in fp32, and the rules of the registry."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rapid_infer.errors import ConfigError, PluginError
+from rapid_infer.ops import OPS, Op, OpFacts, OpResolver, load_providers, register
+from rapid_infer.ops import registry as ops_registry
+from rapid_infer.ops.registry import REFERENCE, Case, op
+
+load_providers()
+
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+# A few roundings of the dtype, on values of order one to ten.
+TOLERANCE = {
+    torch.float32: {"atol": 2e-5, "rtol": 2e-5},
+    torch.bfloat16: {"atol": 4e-2, "rtol": 4e-2},
+    torch.float16: {"atol": 5e-3, "rtol": 5e-3},
+}
+
+
+def widen(value: Any) -> Any:
+    """A copy for the reference: fp32 where the op computes."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.float() if value.is_floating_point() else value.clone()
+
+
+def copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def check(defined: Op, provider: str, case: Case, dtype: torch.dtype) -> None:
+    expected_args = {name: widen(value) for name, value in case.kwargs.items()}
+    got_args = {name: copy(value) for name, value in case.kwargs.items()}
+    expected = defined.reference(**expected_args)
+    got = defined.providers[provider].fn(**got_args)
+    pairs = [(expected_args[name], got_args[name]) for name in defined.mutates]
+    pairs += list(zip(expected, got)) if isinstance(expected, tuple) else [(expected, got)]
+    assert isinstance(got, tuple) == isinstance(expected, tuple)
+    for want, have in pairs:
+        assert have.shape == want.shape
+        torch.testing.assert_close(have.float(), want.float(), **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize(("name", "provider"), [(name, p) for name, o in OPS.items() for p in o.providers])
+def test_provider_equals_reference(name: str, provider: str, dtype: torch.dtype, device: str) -> None:
+    defined, ran, reasons = OPS[name], 0, set()
+    torch.manual_seed(0)
+    for case in defined.inputs(dtype, device):
+        why_not = defined.providers[provider].supports(OpFacts.of(device, dtype, **case.extra))
+        reasons.update(why_not)
+        if not why_not:
+            check(defined, provider, case, dtype)
+            ran += 1
+    if not ran:
+        pytest.skip("; ".join(sorted(reasons)))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_arguments_are_mutated_only_where_the_op_says_so(name: str) -> None:
+    defined = OPS[name]
+    for case in defined.inputs(torch.float32, "cpu"):
+        args = {key: copy(value) for key, value in case.kwargs.items()}
+        defined.reference(**args)
+        changed = {k for k, v in args.items() if isinstance(v, Tensor) and not torch.equal(v, case.kwargs[k])}
+        assert changed == set(defined.mutates)
+
+
+def nothing(facts: OpFacts) -> Sequence[str]:
+    return ()
+
+
+@pytest.fixture
+def double() -> Iterator[Op]:
+    """A made-up op with a slow and a picky provider."""
+
+    def inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
+        yield Case({"x": torch.ones(2, dtype=dtype, device=device)})
+
+    @op(inputs=inputs)
+    def made_up_double(x: Tensor) -> Tensor:
+        return x * 2
+
+    @register("made_up_double", "fast", priority=10, supports=nothing)
+    def fast(x: Tensor) -> Tensor:
+        return x + x
+
+    @register("made_up_double", "picky", priority=20, supports=lambda facts: ["needs SM 90", "needs a library"])
+    def picky(x: Tensor) -> Tensor:
+        raise AssertionError
+
+    yield made_up_double
+    del OPS["made_up_double"]
+
+
+FACTS = OpFacts("cpu", torch.float32)
+
+
+def test_the_highest_priority_that_can_run_is_bound(double: Op) -> None:
+    assert list(double.reasons(FACTS)) == ["picky", "fast", REFERENCE]
+    assert double.bind(FACTS).provider == "fast"
+
+
+def test_the_users_list_comes_before_priorities(double: Op) -> None:
+    assert double.bind(FACTS, [REFERENCE, "fast"]).provider == REFERENCE
+    assert double.bind(FACTS, ["picky", REFERENCE]).provider == REFERENCE
+    resolver = OpResolver("cpu", {"made_up_double": ["torch"]})
+    assert resolver.bind("made_up_double", torch.float32).provider == REFERENCE
+
+
+def test_when_no_wanted_provider_can_run_all_reasons_are_listed(double: Op) -> None:
+    with pytest.raises(ConfigError) as error:
+        double.bind(FACTS, ["picky"])
+    assert str(error.value) == (
+        "no provider of op made_up_double can run on cpu in torch.float32: picky: needs SM 90, needs a library"
+    )
+    del double.providers[REFERENCE], double.providers["fast"]
+    register("made_up_double", "other", priority=1, supports=lambda facts: ["wrong day"])(lambda x: x)
+    with pytest.raises(ConfigError, match=r"picky: needs SM 90, needs a library; other: wrong day"):
+        double.bind(FACTS)
+
+
+def test_an_unknown_provider_in_the_users_list_is_an_error(double: Op) -> None:
+    with pytest.raises(ConfigError, match="op made_up_double has no provider 'fats'; it has: picky, fast, torch"):
+        double.bind(FACTS, ["fats", "fast"])
+
+
+def test_an_unknown_op_in_the_users_list_is_an_error_with_a_near_match() -> None:
+    with pytest.raises(ConfigError, match="unknown op 'paged_atention'; did you mean 'paged_attention'?"):
+        OpResolver("cpu", {"paged_atention": ["cpu"]})
+
+
+def test_a_provider_for_an_unknown_op_is_refused_with_a_near_match() -> None:
+    with pytest.raises(PluginError, match="provider 'mine': no op 'rms_nrom', did you mean 'rms_norm'?"):
+        register("rms_nrom", "mine", priority=1, supports=nothing)(lambda x: x)
+
+
+def test_a_provider_with_another_signature_is_refused(double: Op) -> None:
+    with pytest.raises(PluginError, match=r"'mine' of op made_up_double takes \['y'\], expected \['x'\]"):
+        register("made_up_double", "mine", priority=1, supports=nothing)(lambda y: y)
+    assert "mine" not in double.providers
+
+
+def test_a_provider_name_is_used_once(double: Op) -> None:
+    with pytest.raises(PluginError, match="op made_up_double already has a provider 'fast'"):
+        register("made_up_double", "fast", priority=1, supports=nothing)(lambda x: x)
+
+
+def test_counters_say_what_ran(double: Op) -> None:
+    resolver = OpResolver("cpu", {"made_up_double": ["fast", "torch"]})
+    first, second = (resolver.bind("made_up_double", torch.float32) for _ in range(2))
+    unused = resolver.bind("rms_norm", torch.float32)
+    for bound in (first, second, second):
+        assert bound(x=torch.ones(1)).item() == 2
+    assert resolver.counts() == {"made_up_double=fast": 3, f"rms_norm={unused.provider}": 0}
+    assert "made_up_double=fast, calls=2" in repr(second)
+
+
+def test_supports_sees_the_layers_own_facts(double: Op) -> None:
+    seen: list[OpFacts] = []
+    register("made_up_double", "nosy", priority=99, supports=lambda facts: seen.append(facts) or [])(lambda x: x)
+    OpResolver("cpu").bind("made_up_double", torch.bfloat16, head_dim=64)
+    assert [(f.device, f.dtype, f.capability, f.extra) for f in seen] == [
+        ("cpu", torch.bfloat16, None, {"head_dim": 64})
+    ]
+
+
+def test_an_installed_package_adds_a_provider(double: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "fakeops-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: fakeops\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text("[rapid_infer.ops]\nfakeops = fakeops_providers:register\n")
+    (tmp_path / "fakeops_providers.py").write_text(
+        "from rapid_infer.ops import register\n\n\n"
+        "@register('made_up_double', 'fakeops', priority=50, supports=lambda facts: ())\n"
+        "def double(x):\n    return 2 * x\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(ops_registry, "_loaded", set(ops_registry._loaded))
+    try:
+        bound = OpResolver("cpu").bind("made_up_double", torch.float32)
+        OpResolver("cpu")
+    finally:
+        sys.modules.pop("fakeops_providers", None)
+    assert bound.provider == "fakeops"
+    assert bound(torch.ones(1)).item() == 2

@@ -1,0 +1,78 @@
+"""Promises that hold for the whole repository: cheap imports, small plugins behind the facade, true documents."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rapid_infer import hub
+from rapid_infer.errors import HubError
+
+ROOT = Path(__file__).resolve().parents[2]
+PLUGIN_FILES = sorted(ROOT.glob("plugins/*/src/**/*.py"))
+
+
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *args], capture_output=True, text=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("module", ["rapid_infer", "rapid_infer.models", "rapid_infer.engine.core", "rapid_infer.hub"])
+def test_importing_the_host_side_loads_nothing_heavy(module: str) -> None:
+    heavy = "[m for m in sys.modules if m.startswith(('rapid_infer_', 'torch', 'transformers'))]"
+    done = run("-c", f"import {module}, sys; loaded = {heavy}; assert not loaded, loaded")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("file", PLUGIN_FILES, ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_plugins_import_the_facade_torch_and_the_standard_library(file: Path) -> None:
+    allowed = {"rapid_infer.plugin", "torch", file.parent.name, *sys.stdlib_module_names}
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        for name in names:
+            assert name in allowed or name.partition(".")[0] in allowed - {"rapid_infer"}, f"line {node.lineno}: {name}"
+
+
+def test_dense_models_stay_small() -> None:
+    for file in (ROOT / "plugins").glob("*/src/*/model.py"):
+        assert len(file.read_text().splitlines()) < 200, file
+
+
+def test_the_facade_offers_what_it_lists() -> None:
+    from rapid_infer import plugin
+
+    for name in plugin.__all__:
+        assert getattr(plugin, name) is not None
+    with pytest.raises(AttributeError, match="RMSNorm"):
+        _ = plugin.RMSNormm
+
+
+def test_generated_documents_are_up_to_date() -> None:
+    done = run("scripts/make_docs.py", "--check")
+    assert done.returncode == 0, done.stderr
+
+
+def test_links_in_documents_lead_somewhere() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_python_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        hub.resolve("demo")
+    except HubError as error:
+        pytest.skip(f"the demo model cannot be fetched: {error}")
+    example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert example
+    exec(example[1], {})
+    assert "The capital of France is ->  Paris." in capsys.readouterr().out

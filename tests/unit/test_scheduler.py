@@ -1,0 +1,272 @@
+"""What runs in which step. Claims are read off the StepPlans; the fake device checks each plan on its own besides."""
+
+import pytest
+from fake_executor import SPEC, undisturbed
+from harness import GREEDY, Harness
+
+from rapid_infer.cache.spec import CacheGroup, LatentKV
+from rapid_infer.params import SamplingParams
+
+
+def prompt(n: int, first: int = 0) -> list[int]:
+    return [(first + i) % 50 for i in range(n)]
+
+
+def cached_at_admission(engine: Harness) -> dict[int, int]:
+    """Of every row that started in the last step: tokens that it found in the cache."""
+    new = engine.last_plan.new_rows
+    return {} if new is None else dict(zip(new.rows.tolist(), new.computed.tolist()))
+
+
+def test_a_long_prompt_is_split_over_steps_and_samples_after_the_last_piece() -> None:
+    engine = Harness(max_num_batched_tokens=8)
+    engine.add("a", prompt(20), 3)
+    engine.run()
+    assert [plan.query_lens.tolist() for plan in engine.plans] == [[8], [8], [4], [1], [1]]
+    assert [plan.sampled.tolist() for plan in engine.plans] == [[], [], [0], [0], [0]]
+
+
+def test_the_budget_is_used_up_and_never_exceeded() -> None:
+    engine = Harness(max_num_batched_tokens=8)
+    for i in range(5):
+        engine.add(str(i), prompt(9, i), 2, share=None)
+    engine.run()
+    used = [plan.num_tokens for plan in engine.plans]
+    assert max(used) == 8
+    assert used[:5] == [8] * 5
+
+
+def test_a_late_request_gets_tokens_before_an_old_long_one_ends() -> None:
+    engine = Harness(max_num_batched_tokens=8)
+    engine.add("old", prompt(20), 30)
+    engine.step()
+    late = engine.add("late", prompt(20, 7), 2)
+    engine.run()
+    served = [i for i, plan in enumerate(engine.plans) if len(plan.rows) == 2]
+    assert late.num_preemptions == 0
+    # The old prompt needs steps 0 to 2; the late one starts in what step 2 leaves and never waits for the old one's end.
+    assert served[0] == 2
+    assert len(engine.plans) > served[-1] + 20
+    assert engine.plans[served[-1]].query_lens.tolist() == [1, 1]
+
+
+def test_running_rows_get_their_token_before_a_new_prompt_gets_the_rest() -> None:
+    engine = Harness(max_num_batched_tokens=8)
+    engine.add("a", prompt(4), 9)
+    engine.step()
+    engine.add("b", prompt(20, 9), 3)
+    engine.step()
+    assert engine.lens() == {0: 1, 1: 7}
+
+
+def test_single_tokens_stand_before_longer_queries_and_decode_keeps_the_order_of_admission() -> None:
+    engine = Harness(max_num_batched_tokens=8)
+    for i, length in enumerate((3, 12, 2)):
+        engine.add(str(i), prompt(length, 10 * i), 12)
+    for _ in range(3):
+        engine.step()
+    # Row 0 decodes while row 1 takes 5 and then 7 tokens of its prompt; row 2 starts with what the third step leaves.
+    assert [plan.rows.tolist() for plan in engine.plans] == [[0, 1], [0, 1], [0, 1, 2]]
+    assert [plan.query_lens.tolist() for plan in engine.plans] == [[3, 5], [1, 7], [1, 1, 2]]
+    engine.add("3", prompt(1, 40), 12)
+    engine.add("4", prompt(3, 41), 12)
+    engine.step()
+    assert engine.last_plan.rows.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_without_chunked_prefill_prompts_run_whole_or_wait() -> None:
+    engine = Harness(max_num_batched_tokens=64, enable_chunked_prefill=False)
+    for i, length in enumerate((40, 30, 34)):
+        engine.add(str(i), prompt(length, i), 2)
+    engine.run()
+    assert [plan.query_lens.tolist() for plan in engine.plans] == [[40], [1, 30], [1, 34], [1]]
+
+
+@pytest.mark.parametrize("length", range(1, 22))
+def test_cached_tokens_are_whole_blocks_and_never_the_whole_prompt(length: int) -> None:
+    engine = Harness(block_size=4)
+    engine.add("first", prompt(16), 1)
+    engine.run()
+    request = engine.add("second", prompt(length), 1)
+    engine.run()
+    expected = min((length - 1) // 4 * 4, 16)
+    assert request.num_cached_tokens == engine.ends["second"].num_cached_tokens == expected
+    assert cached_at_admission(engine) == {0: expected}
+    assert engine.lens() == {0: length - expected}
+
+
+def test_generated_tokens_are_shared_as_well() -> None:
+    engine = Harness(block_size=4)
+    first = engine.add("first", prompt(6), 11)
+    engine.run()
+    whole = first.tokens(0, first.num_tokens)
+    second = engine.add("second", whole, 1)
+    engine.run()
+    # The last of the 17 tokens was sampled but never computed.
+    assert second.num_cached_tokens == 16
+
+
+@pytest.mark.parametrize("share", [(None, None), (b"x", None), (b"x", b"y")])
+def test_other_share_keys_share_nothing(share: tuple[bytes | None, bytes | None]) -> None:
+    engine = Harness()
+    for name, key in zip("ab", share):
+        engine.add(name, prompt(20), 1, share=key)
+        engine.run()
+    assert engine.ends["b"].num_cached_tokens == 0
+
+
+def test_requests_admitted_together_share_the_blocks_that_the_first_will_fill() -> None:
+    engine = Harness(block_size=4)
+    engine.add("a", prompt(18), 3)
+    engine.add("b", prompt(18), 3)
+    engine.add("c", prompt(11), 3)
+    engine.step()
+    assert cached_at_admission(engine) == {0: 0, 1: 16, 2: 8}
+    assert engine.lens() == {0: 18, 1: 2, 2: 3}
+    engine.run()
+    assert engine.tokens["a"] == engine.tokens["b"] == undisturbed(engine.requests["a"])
+
+
+def test_a_block_is_offered_only_as_far_as_it_is_filled() -> None:
+    engine = Harness(block_size=4, max_num_batched_tokens=10)
+    engine.add("a", prompt(20), 3)
+    engine.step()
+    engine.add("b", prompt(20), 3)
+    engine.step()
+    assert engine.lens() == {0: 10}
+    engine.step()
+    assert cached_at_admission(engine) == {1: 16}
+
+
+def test_the_n_rows_of_one_prompt_hold_its_blocks_once() -> None:
+    engine = Harness(block_size=4, num_blocks=16)
+    params = SamplingParams(n=3)
+    for i in range(3):
+        engine.add(f"r/{i}", prompt(17), 4, share=b"request 0", params=params, sample_index=i)
+    engine.step()
+    assert engine.cache.num_usable - engine.cache.num_free == 4 + 3
+    assert engine.last_plan.new_rows is not None
+    assert engine.last_plan.new_rows.sample_index.tolist() == [0, 1, 2]
+    engine.run()
+
+
+def test_preemption_frees_the_latest_row_and_recomputes_its_tokens() -> None:
+    engine = Harness(block_size=4, num_blocks=9, max_model_len=32)
+    requests = [engine.add(name, prompt(8, 20 * i), 20, share=None) for i, name in enumerate("ab")]
+    while not engine.scheduler.stats.preemptions:
+        engine.step()
+    assert [r.num_preemptions for r in requests] == [0, 1]
+    assert engine.scheduler.waiting[0] is requests[1]
+    generated = len(engine.tokens["b"])
+    assert generated > 0
+    engine.run()
+    again = [p for p in engine.plans if p.new_rows is not None][-1]
+    assert again.query_lens.max() == 8 + generated, "prompt and generated tokens run again as one prompt"
+    assert all(engine.tokens[r.request_id] == undisturbed(r) for r in requests)
+
+
+def test_a_preempted_request_finds_its_own_blocks_again() -> None:
+    engine = Harness(block_size=4, num_blocks=9, max_model_len=32)
+    requests = [engine.add(name, prompt(8, 20 * i), 20) for i, name in enumerate("ab")]
+    engine.run()
+    last = [p for p in engine.plans if p.new_rows is not None][-1]
+    assert last.new_rows is not None
+    assert last.new_rows.computed.max() > 0
+    assert requests[1].num_cached_tokens == 0, "its own blocks are no saving for the user"
+
+
+def test_preempted_requests_come_back_in_their_order_and_before_waiting_ones() -> None:
+    engine = Harness(block_size=4, num_blocks=11, max_model_len=40, max_num_seqs=3)
+    requests = [engine.add(name, prompt(8, 11 * i), 20, share=None) for i, name in enumerate("abcd")]
+    engine.run()
+    assert engine.scheduler.stats.preemptions >= 2
+    assert list(engine.ends) == ["a", "b", "c", "d"]
+    assert all(engine.tokens[r.request_id] == undisturbed(r) for r in requests)
+
+
+def test_one_row_serves_requests_one_after_another() -> None:
+    engine = Harness(max_num_seqs=1)
+    for name in "abc":
+        engine.add(name, prompt(5, ord(name)), 3)
+    engine.run()
+    assert all(plan.rows.tolist() == [0] for plan in engine.plans)
+    assert list(engine.ends) == ["a", "b", "c"]
+    assert len(engine.plans) == 9
+
+
+def test_a_request_of_the_full_length_computes_all_but_its_last_token() -> None:
+    engine = Harness(max_model_len=16, num_blocks=5, block_size=4)
+    request = engine.add("a", prompt(15), 1)
+    other = engine.add("b", prompt(1), 15)
+    engine.run()
+    assert (request.num_tokens, other.num_tokens) == (16, 16)
+    assert [engine.reason(name) for name in "ab"] == ["length", "length"]
+    assert max(plan.max_seq_len for plan in engine.plans) == 15
+
+
+def test_a_stop_token_ends_the_request_and_is_kept() -> None:
+    engine = Harness()
+    whole = undisturbed(engine.add("probe", prompt(5), 10))
+    stop = whole[3]
+    engine.add("a", prompt(5), 10, stop=(49, stop) if stop != 49 else (stop,))
+    engine.add("b", prompt(5), 10)
+    engine.run()
+    assert engine.tokens["a"] == whole[: whole.index(stop) + 1]
+    assert (engine.reason("a"), engine.reason("b")) == ("stop", "length")
+    assert engine.tokens["b"] == whole
+
+
+def test_a_stop_token_in_the_last_place_is_a_stop() -> None:
+    engine = Harness()
+    whole = undisturbed(engine.add("probe", prompt(5), 3))
+    engine.add("a", prompt(5), 3, stop=(whole[2],))
+    engine.run()
+    assert engine.reason("a") == "stop"
+
+
+def test_steady_decode_sends_no_tokens_and_asks_only_for_the_features_in_use() -> None:
+    engine = Harness()
+    engine.add("greedy", prompt(5), 9)
+    engine.add("random", prompt(5, 9), 4, params=SamplingParams(temperature=0.5, top_k=3))
+    engine.step()
+    assert (engine.last_plan.features.random, engine.last_plan.features.truncated) == (True, True)
+    engine.step()
+    assert len(engine.last_plan.tokens) == 0
+    assert engine.last_plan.new_rows is None
+    for _ in range(3):
+        engine.step()
+    assert (engine.last_plan.features.random, engine.last_plan.features.truncated) == (False, False)
+
+
+def test_sampling_settings_travel_with_the_new_row() -> None:
+    engine = Harness()
+    engine.add("a", prompt(3), params=SamplingParams(temperature=0.5, top_k=-1, top_p=0.25))
+    engine.add("b", prompt(3), params=GREEDY)
+    engine.add("c", prompt(3), params=SamplingParams(temperature=1e-6, top_k=7))
+    engine.step()
+    new = engine.last_plan.new_rows
+    assert new is not None
+    assert new.temperature.tolist() == [0.5, 0.0, 0.0]
+    assert new.top_k.tolist() == [0, 0, 7]
+    assert new.top_p.tolist() == [0.25, 1.0, 1.0]
+
+
+def test_every_group_gets_its_own_blocks() -> None:
+    engine = Harness(groups=[CacheGroup(SPEC, 1), CacheGroup(LatentKV(8, 4, "float32"), 2)])
+    engine.add("a", prompt(9), 6)
+    engine.step()
+    assert [len(group.blocks) for group in engine.last_plan.new_blocks] == [3, 3]
+    engine.run()
+    assert engine.tokens["a"] == undisturbed(engine.requests["a"])
+
+
+def test_reset_prefix_cache_makes_the_next_request_compute_everything() -> None:
+    engine = Harness()
+    engine.add("a", prompt(20), 3)
+    engine.step()
+    engine.core.reset_prefix_cache()
+    engine.run()
+    engine.core.reset_prefix_cache()
+    engine.add("b", prompt(20), 3)
+    engine.run()
+    assert engine.ends["b"].num_cached_tokens == 0

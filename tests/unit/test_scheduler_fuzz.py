@@ -1,0 +1,104 @@
+"""Random episodes against the fake device: whatever happens, blocks are conserved and tokens are those of a quiet run."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_executor import SPEC, VOCAB, Failures, undisturbed
+from harness import Harness
+
+from rapid_infer.cache.spec import CacheGroup, FullKV, LatentKV
+from rapid_infer.engine.step_plan import StepPlan
+from rapid_infer.outputs import FinishReason
+
+GROUPS = ([CacheGroup(SPEC, 1)], [CacheGroup(FullKV(1, 8, "float32", 16), 2), CacheGroup(LatentKV(8, 4, "float32"), 1)])
+
+
+def random_options(rng: random.Random) -> dict[str, Any]:
+    block_size = rng.choice([1, 2, 3, 4, 8])
+    max_model_len = rng.randint(2, 48)
+    chunked = rng.random() < 0.7
+    needed = -(-max_model_len // block_size) + 1
+    return {
+        "block_size": block_size,
+        "max_model_len": max_model_len,
+        "max_num_seqs": rng.randint(1, 6),
+        "max_num_batched_tokens": rng.randint(1, 24) if chunked else max_model_len + rng.randint(0, 12),
+        "enable_chunked_prefill": chunked,
+        "queue_depth": rng.randint(1, 2),
+        "num_blocks": needed + rng.choice([0, 0, 1, 3, 10, 40]),
+        "groups": rng.choice(GROUPS),
+    }
+
+
+def random_failures(rng: random.Random) -> Failures:
+    """Each kind is absent from half of the episodes, rare in some and frequent in others."""
+    launch, collect, row = (rng.choice([0.0, 0.0, 0.03, 0.2]) for _ in range(3))
+    noise = random.Random(rng.random())
+
+    def rows(plan: StepPlan) -> np.ndarray:
+        return np.array([noise.random() < row for _ in plan.sampled], bool)
+
+    return Failures(lambda step: noise.random() < launch, lambda step: noise.random() < collect, rows)
+
+
+def random_prompt(rng: random.Random, longest: int, prefixes: list[list[int]]) -> list[int]:
+    """Often a piece of a common prefix, cut anywhere, so that hits end on, before and after block boundaries."""
+    start = rng.choice(prefixes)[: rng.randint(0, longest)] if rng.random() < 0.7 else []
+    tail = [rng.randrange(VOCAB) for _ in range(rng.randint(0 if start else 1, 8))]
+    return (start + tail)[:longest]
+
+
+def run_episode(seed: int) -> Harness:
+    rng = random.Random(seed)
+    options = random_options(rng)
+    engine = Harness(failures=random_failures(rng), **options)
+    length, sharing = options["max_model_len"], rng.random() < 0.7
+    prefixes = [[rng.randrange(VOCAB) for _ in range(length)] for _ in range(2)]
+    to_add, abort_rate = rng.randint(1, 14), rng.choice([0.0, 0.1, 0.4])
+    for _ in range(2000):
+        while to_add and rng.random() < 0.5:
+            to_add -= 1
+            prompt = random_prompt(rng, length - 1, prefixes)
+            limit = rng.randint(1, length - len(prompt))
+            stop = tuple(rng.sample(range(VOCAB), rng.choice([0, 1, 4])))
+            name = str(len(engine.requests))
+            engine.add(name, prompt, limit, stop=stop, share=rng.choice([b"", b"", b"other"]) if sharing else None)
+        live = [name for name in engine.requests if name not in engine.ends]
+        if live and rng.random() < abort_rate:
+            engine.core.abort([rng.choice(live)])
+        if rng.random() < 0.01:
+            engine.core.reset_prefix_cache()
+        if engine.core.has_unfinished_requests():
+            engine.step()
+        elif not to_add:
+            break
+    engine.run(max_steps=0)
+    return engine
+
+
+def check_tokens(engine: Harness, seed: int) -> None:
+    for name, request in engine.requests.items():
+        expected, got = undisturbed(request), engine.tokens[name]
+        assert got == request.output_token_ids
+        if engine.ends[name].reason in (FinishReason.STOP, FinishReason.LENGTH):
+            assert got == expected, f"seed {seed}: request {name}"
+        else:
+            assert got == expected[: len(got)], f"seed {seed}: request {name}"
+
+
+@pytest.mark.parametrize("start", range(0, 600, 100))
+def test_random_episodes(start: int) -> None:
+    seen = dict.fromkeys(["stop", "length", "abort", "error"], 0)
+    preemptions = hits = 0
+    for seed in range(start, start + 100):
+        engine = run_episode(seed)
+        check_tokens(engine, seed)
+        preemptions += engine.scheduler.stats.preemptions
+        hits += engine.cache.hit_tokens
+        for finished in engine.ends.values():
+            seen[finished.reason.value] += 1
+    assert min(seen.values()) > 5, seen
+    assert preemptions > 20
+    assert hits > 100
