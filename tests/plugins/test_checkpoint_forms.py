@@ -93,7 +93,7 @@ def test_rounding_is_no_worse_than_that_of_transformers(dtype, tiny, open_llm):
         theirs.append(rounded.logits([run.prompt + run.tokens])[0, places] - run.logits)
     ours, reference = (torch.cat(errors).square().mean().sqrt().item() for errors in (mine, theirs))
     print(f"root mean square error in {dtype}: {ours:.2e}, transformers {reference:.2e}")
-    assert ours <= 1.5 * reference
+    assert ours <= 1.3 * reference
 
 
 @pytest.mark.parametrize(

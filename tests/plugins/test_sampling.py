@@ -146,7 +146,7 @@ def assert_drawn_from(counts, probability):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"top_k": 6}, {"top_p": 0.6}, {"top_k": 9, "top_p": 0.75}],
+    [{}, {"top_k": 6}, {"top_p": 0.6}, {"top_k": 9, "top_p": 0.85}],
     ids=["plain", "top_k", "top_p", "top_k-top_p"],
 )
 @pytest.mark.parametrize("how", ["requests", "seeds", "completions"])

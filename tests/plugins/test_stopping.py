@@ -85,6 +85,14 @@ def test_a_request_s_stop_tokens_end_it_alone(run, llama, open_llm):
         assert output.finish_reason == ("stop" if known else "length")
 
 
+def test_stop_tokens_do_not_outlive_their_request(run, llama, open_llm):
+    llm = open_llm(llama, max_num_seqs=1)
+    for stop in ((run.tokens[9], run.tokens[6], run.tokens[4]), (198, run.tokens[9]), (198,), ()):
+        output = complete(llm, run, stop_token_ids=stop)
+        known = [token for token in stop if token in run.tokens]
+        assert output.token_ids == (until(run, *known) if known else run.tokens)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_max_tokens(depth, run, llama, open_llm):
     llm = open_llm(llama, queue_depth=depth)

@@ -139,6 +139,7 @@ class FakeExecutor:
         return step
 
     def _collect(self, handle: Launched) -> StepResult:
+        assert handle in self._queue, "a step behind a failed one was not dropped"
         self.launches_at_collect.append((handle.plan.step, self.plans[-1].step))
         failing = self.failures.collect(handle.plan.step)
         # A failed step takes those behind it along; one whose launch failed has no handle and may have left anything.

@@ -132,6 +132,7 @@ def test_top_k_keeps_the_best_with_ties_by_the_lower_id() -> None:
     assert kept([1.0, 3.0, 2.0, 3.0], top_k=1) == [1]
     assert kept([1.0, 3.0, 2.0, 3.0], top_k=2) == [1, 3]
     assert kept([2.0, 2.0, 2.0, 2.0], top_k=2) == [0, 1]
+    assert kept([2.0] * 5000, top_k=100) == list(range(100))
     assert kept([1.0, 3.0, 2.0], top_k=9) == [0, 1, 2]
     assert kept([1.0, 3.0, 2.0], top_k=0) == [0, 1, 2]
 

@@ -150,6 +150,17 @@ def test_the_n_rows_of_one_prompt_hold_its_blocks_once() -> None:
     engine.run()
 
 
+def test_a_prompt_starts_only_when_all_of_it_has_room() -> None:
+    engine = Harness(block_size=4, num_blocks=9, max_model_len=32, max_num_batched_tokens=8)
+    engine.add("a", prompt(16), 4, share=None)
+    engine.add("b", prompt(20, 20), 4, share=None)
+    for _ in range(3):
+        engine.step()
+    assert engine.lens() == {0: 1}, "budget and blocks for a first piece are there, but not for the whole"
+    engine.run()
+    assert engine.scheduler.stats.preemptions == 0
+
+
 def test_preemption_frees_the_latest_row_and_recomputes_its_tokens() -> None:
     engine = Harness(block_size=4, num_blocks=9, max_model_len=32)
     requests = [engine.add(name, prompt(8, 20 * i), 20, share=None) for i, name in enumerate("ab")]

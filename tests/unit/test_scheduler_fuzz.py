@@ -34,7 +34,7 @@ def random_options(rng: random.Random) -> dict[str, Any]:
 
 def random_failures(rng: random.Random) -> Failures:
     """Each kind is absent from half of the episodes, rare in some and frequent in others."""
-    launch, collect, row = (rng.choice([0.0, 0.0, 0.03, 0.2]) for _ in range(3))
+    launch, collect, row = (rng.choice([0.0, 0.0, 0.02, 0.1]) for _ in range(3))
     noise = random.Random(rng.random())
 
     def rows(plan: StepPlan) -> np.ndarray:
@@ -45,7 +45,7 @@ def random_failures(rng: random.Random) -> Failures:
 
 def random_prompt(rng: random.Random, longest: int, prefixes: list[list[int]]) -> list[int]:
     """Often a piece of a common prefix, cut anywhere, so that hits end on, before and after block boundaries."""
-    start = rng.choice(prefixes)[: rng.randint(0, longest)] if rng.random() < 0.7 else []
+    start = rng.choice(prefixes)[: rng.randint(0, longest)] if rng.random() < 0.8 else []
     tail = [rng.randrange(VOCAB) for _ in range(rng.randint(0 if start else 1, 8))]
     return (start + tail)[:longest]
 
@@ -54,9 +54,9 @@ def run_episode(seed: int) -> Harness:
     rng = random.Random(seed)
     options = random_options(rng)
     engine = Harness(failures=random_failures(rng), **options)
-    length, sharing = options["max_model_len"], rng.random() < 0.7
-    prefixes = [[rng.randrange(VOCAB) for _ in range(length)] for _ in range(2)]
-    to_add, abort_rate = rng.randint(1, 14), rng.choice([0.0, 0.1, 0.4])
+    length, sharing = options["max_model_len"], rng.random() < 0.8
+    prefixes = [[rng.randrange(VOCAB) for _ in range(length)] for _ in range(rng.randint(1, 2))]
+    to_add, abort_rate = rng.randint(1, 20), rng.choice([0.0, 0.0, 0.1, 0.4])
     for _ in range(2000):
         while to_add and rng.random() < 0.5:
             to_add -= 1
@@ -88,17 +88,18 @@ def check_tokens(engine: Harness, seed: int) -> None:
             assert got == expected[: len(got)], f"seed {seed}: request {name}"
 
 
-@pytest.mark.parametrize("start", range(0, 600, 100))
+@pytest.mark.parametrize("start", range(0, 1000, 200))
 def test_random_episodes(start: int) -> None:
     seen = dict.fromkeys(["stop", "length", "abort", "error"], 0)
     preemptions = hits = 0
-    for seed in range(start, start + 100):
+    for seed in range(start, start + 200):
         engine = run_episode(seed)
         check_tokens(engine, seed)
         preemptions += engine.scheduler.stats.preemptions
         hits += engine.cache.hit_tokens
         for finished in engine.ends.values():
             seen[finished.reason.value] += 1
-    assert min(seen.values()) > 5, seen
-    assert preemptions > 20
-    assert hits > 100
+    # An episode in which nothing happens proves nothing.
+    assert min(seen.values()) >= 20, seen
+    assert preemptions >= 50
+    assert hits >= 1000

@@ -180,6 +180,21 @@ def test_wrong_logits_are_found(step, llm, oracle):
         assert_close(llm, [wrong], 5e-4)
 
 
+def test_a_nan_is_no_small_difference(llm, oracle, monkeypatch):
+    [run] = oracle.clear_runs([6], 8)
+    head = type(llm.engine.executor.runner.model.head)
+    plain, calls = head.logits, []
+
+    def once_nan(self, hidden, rows=None):
+        calls.append(hidden)
+        return plain(self, hidden, rows) * (float("nan") if len(calls) == 3 else 1.0)
+
+    monkeypatch.setattr(head, "logits", once_nan)
+    without_gaps = dataclasses.replace(run, logits=run.logits / 100)
+    with pytest.raises(AssertionError, match="differ by nan"):
+        assert_close(llm, [without_gaps], 20.0)
+
+
 def test_another_best_token_is_found(llm, oracle):
     [run] = oracle.clear_runs([6], 8)
     logits = run.logits.clone()
