@@ -177,6 +177,11 @@ class EngineArgs:
                     "chunked prefill leaves prompts that can never run; raise it or leave enable_chunked_prefill on"
                 )
             batched = max(batched, max_model_len)
+        rows = self.max_num_seqs or (256 if on_gpu else 64)
+        if rows > batched:
+            # A row without a share of the budget would wait until an earlier one ends.
+            notes.append(f"max_num_seqs lowered from {rows} to max_num_batched_tokens={batched}")
+            rows = batched
         return EngineConfig(
             model=ModelConfig(dtype, max_model_len, self.max_model_len is None, self.load_format, self.seed),
             cache=CacheConfig(
@@ -186,7 +191,7 @@ class EngineArgs:
                 enable_prefix_caching=self.enable_prefix_caching,
             ),
             scheduler=SchedulerConfig(
-                max_num_seqs=self.max_num_seqs or (256 if on_gpu else 64),
+                max_num_seqs=rows,
                 max_num_batched_tokens=batched,
                 enable_chunked_prefill=self.enable_chunked_prefill,
                 # Launching is synchronous on a CPU: a second step in flight hides nothing there and wastes one at each

@@ -77,7 +77,7 @@ def request_path() -> str:
     ]
     labels = [
         '<text x="325" y="120" font-size="12">StepPlan down, StepResult up</text>',
-        '<text x="20" y="380" font-size="12">blue: host, knows no torch; green: device, waited for only in collect</text>',
+        '<text x="20" y="380" font-size="12">blue: host, no torch; green: device, waited for only in collect</text>',
     ]
     return sheet(900, 400, [*arrows, *(box.svg() for box in boxes), *labels])
 

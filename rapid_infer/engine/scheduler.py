@@ -234,6 +234,9 @@ class Scheduler:
         if reason is FinishReason.ERROR:
             self.cache.unpublish(request.blocks)
         if request.status is RequestStatus.RUNNING:
+            if reason is not FinishReason.ERROR:
+                # With two steps in flight the last full block became known only now.
+                self._publish(request.row, int(self.rows.computed[request.row]))
             self._order = self._order[self._order != request.row]
             self._leave(request)
         else:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from rapid_infer.cache.spec import CacheSpec, FullKV
+from rapid_infer.errors import ConfigError
 from rapid_infer.layers.batch import ForwardBatch
 from rapid_infer.layers.context import BuildContext
 from rapid_infer.layers.norm import RMSNorm
@@ -55,6 +56,9 @@ class Attention(CachedModule):
         self.window, self.soft_cap, self.sinks = window, soft_cap, sinks
         self.rope = rope
         self.table = rope_table(ctx, rope) if rope else None
+        if q_norm is not None and k_norm is not None and q_norm.eps != k_norm.eps:
+            raise ConfigError(f"{ctx.name}: q_norm has eps={q_norm.eps}, k_norm {k_norm.eps}; expected one value")
+        self._eps = next((norm.eps for norm in (q_norm, k_norm) if norm is not None), 0.0)
         # The norms are the model's own modules; kept out of the module tree, so that their weights have one name.
         self._norms = (q_norm, k_norm)
         self.cache_spec = FullKV(num_kv_heads, head_dim, str(ctx.dtype).removeprefix("torch."), window)
@@ -86,7 +90,7 @@ class Attention(CachedModule):
             self.v_cache,
             None if q_norm is None else q_norm.weight,
             None if k_norm is None else k_norm.weight,
-            0.0 if q_norm is None else q_norm.eps,
+            self._eps,
             self.rope is not None and self.rope.interleaved,
         )
         out = self._attend(

@@ -90,8 +90,11 @@ def cache_budget(config: EngineConfig, groups: Sequence[CacheGroup]) -> int:
     if config.cache.kv_cache_memory_bytes is not None:
         return config.cache.kv_cache_memory_bytes
     size = config.cache.block_size
-    rows_full = config.scheduler.max_num_seqs * blocks_for(config.model.max_model_len, size) + 1
-    useful = rows_full * sum(group.page_bytes(size) for group in groups)
+    # Past prompts are worth room too, also where few requests run at once.
+    sequences = max(config.scheduler.max_num_seqs, 64)
+    useful = (sequences * blocks_for(config.model.max_model_len, size) + 1) * sum(
+        group.page_bytes(size) for group in groups
+    )
     if config.device == "cuda":
         free, _ = torch.cuda.mem_get_info()
         return min(useful, int(free * config.cache.gpu_memory_utilization) - GIB)

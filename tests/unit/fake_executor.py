@@ -1,7 +1,7 @@
-"""A device made of arrays: it runs StepPlans with a toy model and checks each plan against what a real device would read.
+"""A device made of arrays: it runs StepPlans with a toy model and checks what a real device would write and read.
 
-Every slot holds the (token, position) that was written there. A row's next token is a function of all tokens read through its
-block table, so a wrong block, a stale prefix or an early reuse changes the tokens or fails a check.
+Every slot holds the (token, position) that was written there. A row's next token is a function of all tokens read
+through its block table, so a wrong block, a stale prefix or an early reuse changes the tokens or fails a check.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ TEXTS = [
     "plain words, and  two spaces",
     "汉字和かな、한국어",
     "families 👨‍👩‍👧‍👦 flags 🇩🇪 skin 👍🏽 and text",
-    "naïve café – “quotes” … ½",
+    "naïve café “quotes” … ½",
     " leading and trailing ",
     "a\n\n\tb",
 ]
@@ -34,7 +34,7 @@ def backend() -> Any:
 
 @pytest.fixture(scope="module")
 def metaspace() -> Any:
-    """As in Llama 2: words start with a marker that is a space but for the first, and unknown bytes are <0x..> tokens."""
+    """As in Llama 2: a marker before each word is a space, but for the first, and unknown bytes are <0x..> tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     words = ["▁plain", "▁words", "s", "▁", "<unk>"]

@@ -44,7 +44,7 @@ def test_a_late_request_gets_tokens_before_an_old_long_one_ends() -> None:
     engine.run()
     served = [i for i, plan in enumerate(engine.plans) if len(plan.rows) == 2]
     assert late.num_preemptions == 0
-    # The old prompt needs steps 0 to 2; the late one starts in what step 2 leaves and never waits for the old one's end.
+    # The old prompt needs steps 0 to 2; the late one starts in what step 2 leaves and does not wait for the old one.
     assert served[0] == 2
     assert len(engine.plans) > served[-1] + 20
     assert engine.plans[served[-1]].query_lens.tolist() == [1, 1]
@@ -95,8 +95,10 @@ def test_cached_tokens_are_whole_blocks_and_never_the_whole_prompt(length: int) 
     assert engine.lens() == {0: length - expected}
 
 
-def test_generated_tokens_are_shared_as_well() -> None:
-    engine = Harness(block_size=4)
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_generated_tokens_are_shared_as_well(block_size: int, depth: int) -> None:
+    engine = Harness(block_size=block_size, queue_depth=depth)
     first = engine.add("first", prompt(6), 11)
     engine.run()
     whole = first.tokens(0, first.num_tokens)
@@ -164,8 +166,10 @@ def test_a_prompt_starts_only_when_all_of_it_has_room() -> None:
 def test_preemption_frees_the_latest_row_and_recomputes_its_tokens() -> None:
     engine = Harness(block_size=4, num_blocks=9, max_model_len=32)
     requests = [engine.add(name, prompt(8, 20 * i), 20, share=None) for i, name in enumerate("ab")]
-    while not engine.scheduler.stats.preemptions:
+    for _ in range(20):
         engine.step()
+        if engine.scheduler.stats.preemptions:
+            break
     assert [r.num_preemptions for r in requests] == [0, 1]
     assert engine.scheduler.waiting[0] is requests[1]
     generated = len(engine.tokens["b"])

@@ -1,4 +1,4 @@
-"""Random episodes against the fake device: whatever happens, blocks are conserved and tokens are those of a quiet run."""
+"""Random episodes on the fake device: whatever happens, blocks are conserved and tokens are those of a quiet run."""
 
 import random
 from typing import Any
@@ -34,7 +34,7 @@ def random_options(rng: random.Random) -> dict[str, Any]:
 
 def random_failures(rng: random.Random) -> Failures:
     """Each kind is absent from half of the episodes, rare in some and frequent in others."""
-    launch, collect, row = (rng.choice([0.0, 0.0, 0.02, 0.1]) for _ in range(3))
+    launch, collect, row = (rng.choice([0.0, 0.0, 0.03, 0.2]) for _ in range(3))
     noise = random.Random(rng.random())
 
     def rows(plan: StepPlan) -> np.ndarray:
@@ -56,7 +56,7 @@ def run_episode(seed: int) -> Harness:
     engine = Harness(failures=random_failures(rng), **options)
     length, sharing = options["max_model_len"], rng.random() < 0.8
     prefixes = [[rng.randrange(VOCAB) for _ in range(length)] for _ in range(rng.randint(1, 2))]
-    to_add, abort_rate = rng.randint(1, 20), rng.choice([0.0, 0.0, 0.1, 0.4])
+    to_add, abort_rate = rng.randint(1, 20), rng.choice([0.0, 0.1, 0.4])
     for _ in range(2000):
         while to_add and rng.random() < 0.5:
             to_add -= 1

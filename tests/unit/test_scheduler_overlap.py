@@ -21,6 +21,23 @@ def stop_after(engine: Harness, name: str, tokens: list[int], n: int) -> list[in
     return whole[:n]
 
 
+def step_until_ended(engine: Harness, name: str) -> None:
+    for _ in range(100):
+        if name in engine.ends:
+            return
+        engine.step()
+    raise AssertionError(f"{name} did not end")
+
+
+def until_preempted(engine: Harness) -> None:
+    """Step until the step that preempts, included."""
+    for _ in range(100):
+        engine.step()
+        if engine.scheduler.stats.preemptions:
+            return
+    raise AssertionError("nothing was preempted")
+
+
 def test_the_next_step_is_launched_before_a_step_is_collected() -> None:
     engine = Harness(queue_depth=2)
     engine.add("a", prompt(5), 6)
@@ -58,8 +75,7 @@ def test_a_late_result_never_goes_to_the_next_owner_of_the_row() -> None:
     engine = Harness(queue_depth=2, max_num_seqs=1)
     first = stop_after(engine, "first", prompt(5), 3)
     second = engine.add("second", prompt(5, 20), 4)
-    while "first" not in engine.ends:
-        engine.step()
+    step_until_ended(engine, "first")
     outputs = engine.step()
     assert second.row == 0
     assert engine.last_plan.rows.tolist() == [0]
@@ -71,8 +87,7 @@ def test_a_late_result_never_goes_to_the_next_owner_of_the_row() -> None:
 def test_blocks_of_a_step_in_flight_are_not_handed_out() -> None:
     engine = Harness(queue_depth=2, num_blocks=4, max_model_len=12, max_num_seqs=2)
     stop_after(engine, "first", prompt(5), 3)
-    while "first" not in engine.ends:
-        engine.step()
+    step_until_ended(engine, "first")
     assert engine.cache.num_free < engine.cache.num_usable == engine.cache.num_free_soon
     engine.add("second", prompt(9, 20), 3)
     engine.run()
@@ -158,12 +173,33 @@ def test_an_aborted_last_request_leaves_an_idle_engine() -> None:
 def test_a_request_preempted_with_a_token_in_flight_gets_that_token_and_waits_for_it() -> None:
     engine = Harness(queue_depth=2, block_size=4, num_blocks=9, max_model_len=32)
     requests = [engine.add(name, prompt(8, 20 * i), 20, share=None) for i, name in enumerate("ab")]
-    while not engine.scheduler.stats.preemptions:
-        before = len(engine.tokens["b"])
-        engine.step()
-    assert requests[1].in_flight + len(engine.tokens["b"]) == before + 1
+    until_preempted(engine)
+    # What the step returned was in flight at the preemption.
+    assert requests[1].in_flight == 0
+    assert requests[1].num_tokens == 8 + len(engine.tokens["b"])
     engine.run()
     assert all(engine.tokens[r.request_id] == undisturbed(r) for r in requests)
+
+
+def test_a_preempted_request_waits_for_its_token_even_when_the_next_launch_fails() -> None:
+    def run(failures: Failures) -> Harness:
+        engine = Harness(queue_depth=2, block_size=4, num_blocks=10, max_model_len=32, failures=failures)
+        for i, name in enumerate("abc"):
+            engine.add(name, prompt(8 - i, 11 * i), 20)
+        until_preempted(engine)
+        return engine
+
+    # The first row needs a block, so the last one is preempted; the second one needs none and runs in this step.
+    quiet = run(Failures())
+    assert quiet.last_plan.rows.tolist() == [1]
+    preempted_at = quiet.scheduler.last_step
+    engine = run(Failures(launch=lambda step: step == preempted_at))
+    assert engine.requests["c"].in_flight == 1
+    assert list(engine.ends) == ["b"]
+    engine.run()
+    assert [engine.reason(name) for name in "abc"] == ["length", "error", "length"]
+    for name in "ac":
+        assert engine.tokens[name] == undisturbed(engine.requests[name])
 
 
 def test_a_stop_token_in_flight_ends_a_preempted_request() -> None:
@@ -171,10 +207,9 @@ def test_a_stop_token_in_flight_ends_a_preempted_request() -> None:
     engine.add("a", prompt(8), 20, share=None)
     victim = engine.add("b", prompt(8, 20), 20, share=None)
     whole = undisturbed(victim)
-    while not victim.num_preemptions:
-        step = len(engine.tokens["b"])
-        engine.step()
+    until_preempted(engine)
     # Run again, with the token that was in flight at the preemption as the stop token.
+    step = len(engine.tokens["b"]) - 1
     assert whole.index(whole[step]) == step
     again = Harness(queue_depth=2, block_size=4, num_blocks=9, max_model_len=32)
     again.add("a", prompt(8), 20, share=None)
@@ -196,9 +231,8 @@ def test_a_row_with_non_finite_logits_in_flight_while_its_request_is_preempted()
     quiet = Harness(queue_depth=2, block_size=4, num_blocks=9, max_model_len=32)
     for i, name in enumerate("ab"):
         quiet.add(name, prompt(8, 20 * i), 20, share=None)
-    while not quiet.scheduler.stats.preemptions:
-        fail_at = quiet.scheduler.last_step
-        quiet.step()
+    until_preempted(quiet)
+    fail_at = quiet.scheduler.last_step
     engine = Harness(
         queue_depth=2,
         block_size=4,
