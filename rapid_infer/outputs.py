@@ -23,15 +23,35 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """The log-probability of one token, its rank among all (1 is the likeliest) and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+Logprobs = list[dict[int, Logprob]]
+"""Per position: token id -> Logprob, the chosen token first."""
+
+
 @dataclass(slots=True)
 class CompletionOutput:
-    """One of a request's `n` completions. `token_ids` includes the stop token, `text` does not."""
+    """One of a request's `n` completions. `token_ids` includes the stop token, `text` does not.
+
+    stop_reason          the stop string or the `stop_token_ids` id that ended it; None for the model's own stop token
+    logprobs             per token, if asked for; `cumulative_logprob` is the sum of the chosen ones
+    """
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     error: str | None = None
+    logprobs: Logprobs | None = None
+    cumulative_logprob: float | None = None
 
     @property
     def finished(self) -> bool:
@@ -49,6 +69,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @property
     def finished(self) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -13,63 +14,81 @@ from rapid_infer.errors import RequestError
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing logits by less overflows float32."""
 
+MAX_LOGPROBS = 20
+
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one request are chosen and when it ends.
+    """How the tokens of one request are chosen and when it ends. RequestError for a value out of range.
 
-    temperature      0 is greedy; otherwise logits are divided by it. Default 1.0.
-    top_k            keep the k most likely tokens; 0 or -1 keeps all. Default 0.
-    top_p            keep the smallest set of tokens whose probability reaches this, in (0, 1]. Default 1.0.
-    seed             same seed, same tokens. None: the engine's seed plus the request's arrival number.
-    n                how many completions of the one prompt; they share its cache blocks. Default 1.
-    max_tokens       tokens to generate at most; None means up to the model's length. Default 16, as in vLLM.
-    stop_token_ids   ids that end the request besides the model's own stop tokens.
-    ignore_eos       go on past the model's own stop tokens (`stop_token_ids` still stop).
-
-    Raises RequestError for a value out of range.
+    temperature          0 is greedy; otherwise logits are divided by it
+    top_k                keep the k most likely tokens; 0 or -1 keeps all
+    top_p                keep the smallest set of tokens whose probability reaches this, in (0, 1]
+    min_p                keep tokens at least this likely, relative to the most likely one; in [0, 1]
+    repetition_penalty   above 1 makes tokens of the prompt or the output less likely, below 1 more
+    presence_penalty     subtracted from the logit of every token in the output; in [-2, 2]
+    frequency_penalty    subtracted once for each time a token is in the output; in [-2, 2]
+    logit_bias           {token id: number added to its logit}, in [-100, 100]
+    allowed_token_ids    nothing but these can be chosen
+    seed                 same seed, same tokens; None: the engine's seed plus the request's arrival number
+    n                    how many completions of the one prompt; they share its cache blocks
+    max_tokens           tokens to generate at most; None means up to the model's length
+    min_tokens           no stop token and no stop string ends the request before this many tokens
+    stop                 texts that end the request; they are not part of its text
+    stop_token_ids       ids that end the request besides the model's own stop tokens
+    ignore_eos           go on past the model's own stop tokens (`stop_token_ids` still stop)
+    include_stop_str_in_output  keep the stop text at the end of the text
+    skip_special_tokens  leave special tokens out of the text
+    logprobs             give the log-probabilities of this many tokens per step, and of the chosen one; at most 20
+    prompt_logprobs      the same for the tokens of the prompt; such a request reads no cached prefix
     """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
     seed: int | None = None
     n: int = 1
     max_tokens: int | None = 16
-    stop_token_ids: tuple[int, ...] = field(default=())
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        _check(_is_number(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "a number >= 0")
-        _check(_is_int(self.top_k) and self.top_k >= -1, "top_k", self.top_k, "an integer >= 1, or 0 or -1 for off")
-        _check(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
-        _check(
-            self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**63),
-            "seed",
-            self.seed,
-            "a 64-bit integer or None",
-        )
-        _check(_is_int(self.n) and self.n >= 1, "n", self.n, "an integer >= 1")
-        _check(
-            self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1),
-            "max_tokens",
-            self.max_tokens,
-            "an integer >= 1 or None",
-        )
-        _check(
-            all(_is_int(i) and i >= 0 for i in self.stop_token_ids),
-            "stop_token_ids",
-            self.stop_token_ids,
-            "a list of token ids >= 0",
-        )
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        if self.logit_bias:
+            object.__setattr__(self, "logit_bias", _int_keys(self.logit_bias))
+        for name, (holds, expected) in _RULES.items():
+            value = getattr(self, name)
+            if not holds(value):
+                raise RequestError(f"{name} must be {expected}, got {value!r}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
 
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 
+    @property
+    def penalized(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> SamplingParams:
+    def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
         """Build from untyped keys; an unknown key is a RequestError that names near matches."""
         names = [f.name for f in dataclasses.fields(cls)]
         for key in values:
@@ -80,14 +99,63 @@ class SamplingParams:
         return cls(**values)
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def defaults_of(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of SamplingParams that a model's generation_config.json sets. `do_sample: false` is temperature 0."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+    found = {name: generation_config[name] for name in names if generation_config.get(name) is not None}
+    if "max_new_tokens" in found:
+        found["max_tokens"] = found.pop("max_new_tokens")
+    if generation_config.get("do_sample") is False:
+        found["temperature"] = 0.0
+    return found
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def _int_keys(bias: Mapping[Any, float]) -> dict[int, float]:
+    """JSON has only text keys; ids may come as text."""
+    try:
+        return {int(key): value for key, value in bias.items()}
+    except (TypeError, ValueError):
+        raise RequestError(f"logit_bias must map token ids to numbers, got {bias!r}") from None
 
 
-def _check(ok: bool, name: str, got: object, expected: str) -> None:
-    if not ok:
-        raise RequestError(f"{name} must be {expected}, got {got!r}")
+def _is_int(value: object, low: float = -math.inf, high: float = math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _is_number(value: object, low: float = -math.inf, high: float = math.inf) -> bool:
+    plain = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return plain and low <= value <= high  # type: ignore[operator]
+
+
+def _ids(values: tuple[object, ...]) -> bool:
+    return all(_is_int(i, 0) for i in values)
+
+
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "temperature": (lambda v: _is_number(v, 0), "a number >= 0"),
+    "top_k": (lambda v: _is_int(v, -1), "an integer >= 1, or 0 or -1 for off"),
+    "top_p": (lambda v: _is_number(v, 0, 1) and v > 0, "a number in (0, 1]"),
+    "min_p": (lambda v: _is_number(v, 0, 1), "a number in [0, 1]"),
+    "repetition_penalty": (lambda v: _is_number(v, 0) and v > 0, "a number > 0"),
+    "presence_penalty": (lambda v: _is_number(v, -2, 2), "a number in [-2, 2]"),
+    "frequency_penalty": (lambda v: _is_number(v, -2, 2), "a number in [-2, 2]"),
+    "logit_bias": (
+        lambda v: not v or (_ids(tuple(v)) and all(_is_number(b, -100, 100) for b in v.values())),
+        "{token id: number in [-100, 100]}",
+    ),
+    "allowed_token_ids": (lambda v: v is None or (len(v) > 0 and _ids(v)), "a list of at least one token id, or None"),
+    "seed": (lambda v: v is None or _is_int(v, -(2**63), 2**63 - 1), "a 64-bit integer or None"),
+    "n": (lambda v: _is_int(v, 1), "an integer >= 1"),
+    "max_tokens": (lambda v: v is None or _is_int(v, 1), "an integer >= 1 or None"),
+    "min_tokens": (lambda v: _is_int(v, 0), "an integer >= 0"),
+    "stop": (lambda v: all(isinstance(s, str) and s for s in v), "a text or a list of non-empty texts"),
+    "stop_token_ids": (_ids, "a list of token ids >= 0"),
+    "ignore_eos": (lambda v: isinstance(v, bool), "true or false"),
+    "include_stop_str_in_output": (lambda v: isinstance(v, bool), "true or false"),
+    "skip_special_tokens": (lambda v: isinstance(v, bool), "true or false"),
+    "logprobs": (lambda v: v is None or _is_int(v, 0, MAX_LOGPROBS), f"an integer from 0 to {MAX_LOGPROBS}, or None"),
+    "prompt_logprobs": (
+        lambda v: v is None or _is_int(v, 0, MAX_LOGPROBS),
+        f"an integer from 0 to {MAX_LOGPROBS}, or None",
+    ),
+}

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from rapid_infer.engine.request import Request
 from rapid_infer.engine.rows import Rows
-from rapid_infer.engine.step_plan import NewBlocks, NewRows, SamplingFeatures, StepPlan
+from rapid_infer.engine.step_plan import (
+    NewBlocks,
+    NewRows,
+    PromptScores,
+    RowMasks,
+    RowTokens,
+    StepPlan,
+    TokenLists,
+)
 
 Ints = NDArray[np.int64]
 _NONE = np.zeros(0, np.int32)
@@ -15,6 +25,8 @@ _NONE = np.zeros(0, np.int32)
 
 class PlanBuilder:
     def __init__(self, num_groups: int) -> None:
+        self.scored: list[tuple[Request, int]] = []
+        """Whose prompt tokens the step scores, and how many."""
         self._new: list[tuple[int, int, Request]] = []
         self._blocks: list[tuple[list[int], list[int], list[int]]] = [([], [], []) for _ in range(num_groups)]
 
@@ -32,6 +44,7 @@ class PlanBuilder:
     def build(self, step: int, rows: Rows, order: Ints, start: Ints, grant: Ints, sampled: Ints) -> StepPlan:
         """`order`, `start`, `grant`: rows in batch order, their first new position and their number of tokens."""
         sampling = order[sampled]
+        features = rows.features(sampling)
         return StepPlan(
             step=step,
             rows=order.astype(np.int32),
@@ -40,12 +53,13 @@ class PlanBuilder:
             sampled=sampled.astype(np.int32),
             new_rows=self._new_rows(),
             new_blocks=tuple(NewBlocks(*(np.array(x, np.int32) for x in group)) for group in self._blocks),
-            features=SamplingFeatures(
-                random=not rows.greedy[sampling].all(), truncated=bool(rows.truncated[sampling].any())
-            ),
+            features=features,
             max_query_len=int(grant.max()),
             max_seq_len=int((start + grant).max()),
             num_tokens=int(grant.sum()),
+            token_lists=self._token_lists(),
+            prompt_scores=self._prompt_scores(rows, order, start, grant),
+            masks=self._masks(rows, sampling) if features.masks or self._new else None,
         )
 
     def _tokens(self, rows: Rows, order: Ints, start: Ints, grant: Ints) -> NDArray[np.int32]:
@@ -55,8 +69,7 @@ class PlanBuilder:
         tokens = np.full(int(grant.sum()), -1, np.int32)
         ends = np.cumsum(grant)
         for i in np.flatnonzero(from_host):
-            request = rows.requests[order[i]]
-            assert request is not None
+            request = rows.owner(order[i])
             first, count = int(start[i]), int(grant[i])
             tokens[ends[i] - count : ends[i]] = request.tokens(first, first + count)
         return tokens
@@ -65,12 +78,70 @@ class PlanBuilder:
         if not self._new:
             return None
         params = [request.params for _, _, request in self._new]
+
+        def floats(values: list[float]) -> NDArray[np.float32]:
+            return np.array(values, np.float32)
+
         return NewRows(
             rows=np.array([row for row, _, _ in self._new], np.int32),
             computed=np.array([computed for _, computed, _ in self._new], np.int32),
-            temperature=np.array([0.0 if p.greedy else p.temperature for p in params], np.float32),
+            min_length=np.array([request.min_length for _, _, request in self._new], np.int32),
+            temperature=floats([0.0 if p.greedy else p.temperature for p in params]),
             top_k=np.array([max(p.top_k, 0) for p in params], np.int32),
-            top_p=np.array([p.top_p for p in params], np.float32),
+            top_p=floats([p.top_p for p in params]),
+            min_p=floats([p.min_p for p in params]),
+            repetition_penalty=floats([p.repetition_penalty for p in params]),
+            presence_penalty=floats([p.presence_penalty for p in params]),
+            frequency_penalty=floats([p.frequency_penalty for p in params]),
             seed=np.array([request.seed for _, _, request in self._new], np.int64),
             sample_index=np.array([request.sample_index for _, _, request in self._new], np.int32),
         )
+
+    def _token_lists(self) -> TokenLists | None:
+        new = [(row, request) for row, _, request in self._new]
+        if not any(r.params.penalized or r.params.logit_bias or r.params.min_tokens for _, r in new):
+            return None
+
+        def collect(ids_of: Callable[[Request], Sequence[int]]) -> RowTokens:
+            lists = [(row, ids_of(request)) for row, request in new]
+            rows = np.repeat([row for row, _ in lists], [len(ids) for _, ids in lists])
+            columns = np.concatenate([np.arange(len(ids)) for _, ids in lists])
+            ids = np.concatenate([np.array(ids, np.int32) for _, ids in lists])
+            return RowTokens(rows.astype(np.int32), columns.astype(np.int32), ids)
+
+        values = [v for _, request in new for v in (request.params.logit_bias or {}).values()]
+        return TokenLists(
+            stop=collect(lambda r: r.stop_token_ids if r.params.min_tokens else ()),
+            bias=collect(lambda r: tuple(r.params.logit_bias or ())),
+            bias_values=np.array(values, np.float32),
+            prompt=collect(lambda r: r.prompt_token_ids if r.params.penalized else ()),
+            output=collect(lambda r: r.output_token_ids if r.params.penalized else ()),
+        )
+
+    def _masks(self, rows: Rows, sampling: Ints) -> RowMasks | None:
+        """Masks of rows that start, and of sampling rows whose mask follows their output."""
+        wanted = {row: request for row, _, request in self._new if request.mask is not None}
+        wanted |= {int(row): rows.owner(row) for row in sampling[rows.gated[sampling]]}
+        if not wanted:
+            return None
+        bits = [request.mask.bits(request.output_token_ids) for request in wanted.values() if request.mask is not None]
+        return RowMasks(np.array(list(wanted), np.int32), np.stack(bits))
+
+    def _prompt_scores(self, rows: Rows, order: Ints, start: Ints, grant: Ints) -> PromptScores | None:
+        """Which tokens of the step are followed by a prompt token that is to be scored."""
+        scored = rows.prompt_logprobs[order] >= 0
+        if not scored.any():
+            return None
+        first_token = np.cumsum(grant) - grant
+        tokens, targets = [], []
+        for i in np.flatnonzero(scored):
+            request = rows.owner(order[i])
+            low, high = request.take_scoring(int(start[i]), int(start[i] + grant[i]))
+            if high > low:
+                self.scored.append((request, high - low))
+                tokens.append(np.arange(low, high) - start[i] + first_token[i])
+                targets.append(np.array(request.prompt_token_ids[low + 1 : high + 1], np.int32))
+        if not tokens:
+            return None
+        count = int(rows.prompt_logprobs[order].max())
+        return PromptScores(np.concatenate(tokens).astype(np.int32), np.concatenate(targets), count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from rapid_infer.engine.masks import TokenMask
 from rapid_infer.errors import RequestError
 from rapid_infer.outputs import FinishReason
 from rapid_infer.params import SamplingParams
@@ -21,9 +22,11 @@ class Request:
     """What the host knows of a sequence. While it runs, its counters live in `Rows`, at `row`.
 
     `seed` and `sample_index` key the sampler's noise. `limit`: the total length at which it ends. `share_key` None
-    means that its
-    blocks are not offered to others; equal keys may share. `in_flight`: tokens sampled but not collected when it was
-    preempted.
+    means
+    that its blocks are not offered to others; equal keys may share. `mask` limits what may be chosen. `in_flight`:
+    tokens
+    sampled but not collected when it was preempted. `num_scored`: prompt tokens whose log-probabilities are on their
+    way.
     """
 
     request_id: str
@@ -34,6 +37,7 @@ class Request:
     seed: int = 0
     sample_index: int = 0
     share_key: bytes | None = b""
+    mask: TokenMask | None = None
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     row: int = -1
@@ -42,12 +46,30 @@ class Request:
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
     in_flight: int = 0
+    num_scored: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def min_length(self) -> int:
+        """Total length below which no stop token ends it."""
+        return len(self.prompt_token_ids) + self.params.min_tokens
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether cached blocks will do: prompt log-probabilities need every prompt token computed."""
+        return self.params.prompt_logprobs is None
+
+    def take_scoring(self, start: int, stop: int) -> tuple[int, int]:
+        """Of positions `start..stop`, those whose next prompt token is to be scored now; each is given out once."""
+        low = max(start, self.num_scored)
+        high = max(low, min(stop, len(self.prompt_token_ids) - 1))
+        self.num_scored = max(self.num_scored, high)
+        return low, high
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Known tokens `start..stop`, prompt and output as one sequence."""

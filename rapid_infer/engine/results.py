@@ -8,7 +8,7 @@ import numpy as np
 
 from rapid_infer.engine.request import Request, RequestStatus
 from rapid_infer.engine.scheduler import Launch, Scheduler
-from rapid_infer.engine.step_plan import StepResult
+from rapid_infer.engine.step_plan import LogprobArrays, StepResult
 from rapid_infer.outputs import FinishReason
 
 NON_FINITE = "the model gave non-finite logits (NaN or infinity) for this request"
@@ -24,13 +24,28 @@ class Finished:
     num_cached_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: the chosen token first, then the best ones; `rank` of the chosen one from 1."""
+
+    token_ids: list[int]
+    values: list[float]
+    rank: int
+
+
 @dataclass(slots=True)
 class StepOutputs:
-    """New tokens as parallel lists (a request at most once per step), and the requests that ended."""
+    """New tokens as parallel lists (a request at most once per step), and the requests that ended.
+
+    `logprobs` and `prompt_logprobs` hold only requests that asked for them; those of the prompt come in order, in
+    pieces.
+    """
 
     request_ids: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
+    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
 
     def end(self, request: Request) -> None:
         assert request.finish_reason is not None
@@ -40,6 +55,7 @@ class StepOutputs:
 
 def apply(scheduler: Scheduler, launch: Launch, result: StepResult, outputs: StepOutputs) -> None:
     """Append the sampled tokens of `launch` and finish what they end. Late results of ended requests are dropped."""
+    _take_logprobs(launch, result, outputs)
     rows, owners = launch.sampled_rows, scheduler.rows
     requests = launch.sampled_requests
     tokens = result.token_ids
@@ -60,6 +76,27 @@ def apply(scheduler: Scheduler, launch: Launch, result: StepResult, outputs: Ste
     for i in np.flatnonzero(ended):
         scheduler.finish(requests[i], FinishReason.STOP if stopped[i] else FinishReason.LENGTH)
         outputs.end(requests[i])
+
+
+def _take_logprobs(launch: Launch, result: StepResult, outputs: StepOutputs) -> None:
+    if result.logprobs is not None:
+        for i, request in enumerate(launch.sampled_requests):
+            count = request.params.logprobs
+            if count is not None and request.status is not RequestStatus.FINISHED and not result.failed[i]:
+                outputs.logprobs[request.request_id] = _row(result.logprobs, i, count)
+    if result.prompt_logprobs is not None:
+        i = 0
+        for request, scored in launch.scored:
+            count = request.params.prompt_logprobs
+            if count is not None and request.status is not RequestStatus.FINISHED:
+                pieces = [_row(result.prompt_logprobs, j, count) for j in range(i, i + scored)]
+                outputs.prompt_logprobs[request.request_id] = pieces
+            i += scored
+
+
+def _row(arrays: LogprobArrays, i: int, count: int) -> TokenLogprobs:
+    ids, values = arrays.ids[i, : count + 1], arrays.values[i, : count + 1]
+    return TokenLogprobs(ids.tolist(), values.tolist(), int(arrays.rank[i]))
 
 
 def _apply_others(

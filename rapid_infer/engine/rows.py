@@ -9,8 +9,12 @@ import heapq
 import numpy as np
 
 from rapid_infer.engine.request import Request
+from rapid_infer.engine.step_plan import SamplingFeatures
+from rapid_infer.params import SamplingParams
 
 NOT_SHARED = 1 << 60
+
+_FLAGS = ("random", "truncated", "min_p", "penalties", "bias", "min_tokens", "masks")
 
 
 class Rows:
@@ -24,6 +28,9 @@ class Rows:
     published  blocks whose content has been named (NOT_SHARED: never)
     limit      length at which the request ends; its last token is sampled but never computed
     epoch      how often the row was given back: a result for an older epoch is not for its present owner
+    flags      what sampling must do for the row, a bit per name in `_FLAGS`
+    logprobs, prompt_logprobs   how many alternatives to report; -1: none at all
+    gated      its next token waits until the host has seen the last one
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -38,8 +45,9 @@ class Rows:
             self.limit,
             self.epoch,
         ) = (np.zeros(n, np.int64) for _ in range(8))
-        self.greedy = np.zeros(n, bool)
-        self.truncated = np.zeros(n, bool)
+        self.flags = np.zeros(n, np.int32)
+        self.logprobs, self.prompt_logprobs = (np.full(n, -1, np.int32) for _ in range(2))
+        self.gated = np.zeros(n, bool)
         self.stop = np.full((n, 1), -1, np.int64)
         self.requests: list[Request | None] = [None] * n
         self._free = list(range(n))
@@ -58,12 +66,27 @@ class Rows:
         self.published[row] = published
         self.limit[row] = request.limit
         params = request.params
-        self.greedy[row] = params.greedy
-        self.truncated[row] = not params.greedy and (params.top_k > 0 or params.top_p < 1)
+        self.flags[row] = _flags(params, masked=request.mask is not None)
+        self.logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self.prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+        self.gated[row] = request.mask is not None and request.mask.changes
         self._set_stop(row, request.stop_token_ids)
         self.requests[row] = request
         request.row = row
         return row
+
+    def owner(self, row: int) -> Request:
+        """The request that holds `row`."""
+        request = self.requests[row]
+        assert request is not None, f"row {row} is free"
+        return request
+
+    def features(self, rows: np.ndarray) -> SamplingFeatures:
+        """What sampling must do for at least one of `rows`."""
+        flags = int(np.bitwise_or.reduce(self.flags[rows], initial=0))
+        count = int(self.logprobs[rows].max(initial=-1))
+        set_ones = {name: True for i, name in enumerate(_FLAGS) if flags >> i & 1}
+        return SamplingFeatures(**set_ones, logprobs=None if count < 0 else count)
 
     def _set_stop(self, row: int, ids: tuple[int, ...]) -> None:
         if len(ids) > self.stop.shape[1]:
@@ -74,9 +97,22 @@ class Rows:
         self.stop[row, : len(ids)] = ids
 
     def give_back(self, row: int) -> None:
-        request = self.requests[row]
-        assert request is not None, f"row {row} is free"
+        request = self.owner(row)
         self.requests[row] = None
         self.epoch[row] += 1
         request.row = -1
         heapq.heappush(self._free, row)
+
+
+def _flags(params: SamplingParams, masked: bool) -> int:
+    random = not params.greedy
+    values = (
+        random,
+        random and (params.top_k > 0 or params.top_p < 1),
+        random and params.min_p > 0,
+        params.penalized,
+        bool(params.logit_bias),
+        params.min_tokens > 0,
+        masked,
+    )
+    return sum(1 << i for i, value in enumerate(values) if value)

@@ -35,6 +35,7 @@ class Launch:
     requests: list[Request]
     sampled_rows: Ints
     epochs: Ints
+    scored: list[tuple[Request, int]]
 
     @property
     def sampled_requests(self) -> list[Request]:
@@ -88,6 +89,8 @@ class Scheduler:
     def _share_budget(self) -> tuple[Ints, Ints]:
         rows, order = self.rows, self._order
         need = np.minimum(rows.known[order], rows.limit[order] - 1) - rows.computed[order]
+        if rows.gated[order].any():
+            need[rows.gated[order] & (rows.known[order] > rows.collected[order])] = 0
         budget = self.config.max_num_batched_tokens
         if need.sum() <= budget:
             return order, need
@@ -116,8 +119,7 @@ class Scheduler:
             if self.cache.num_free < n:
                 grant[i] = 0
                 continue
-            request = rows.requests[row]
-            assert request is not None
+            request = rows.owner(row)
             self.cache.extend(request.blocks, n)
             builder.add_blocks(row, start, request.blocks)
             rows.capacity[row] = (start + n) * size
@@ -145,7 +147,7 @@ class Scheduler:
         size, total = self.cache.block_size, request.num_tokens
         hashes = self._hashes(request, total)
         # The last token is always computed: its logits give the next one.
-        hits = self.cache.match(hashes[: (total - 1) // size])
+        hits = self.cache.match(hashes[: (total - 1) // size]) if request.reads_cache else 0
         grant = total - hits * size
         if grant > budget:
             if not self.config.enable_chunked_prefill:
@@ -181,8 +183,7 @@ class Scheduler:
 
     def _publish(self, row: int, computed: int) -> None:
         rows = self.rows
-        request = rows.requests[row]
-        assert request is not None
+        request = rows.owner(row)
         start = int(rows.published[row])
         stop = min(computed, int(rows.collected[row])) // self.cache.block_size
         if stop > start:
@@ -210,11 +211,10 @@ class Scheduler:
         plan = builder.build(self.last_step, rows, order, start, grant, np.flatnonzero(samples))
         owners = rows.requests
         requests = [owners[row] for row in order.tolist()]
-        return Launch(plan, cast("list[Request]", requests), sampled_rows, rows.epoch[sampled_rows])
+        return Launch(plan, cast("list[Request]", requests), sampled_rows, rows.epoch[sampled_rows], builder.scored)
 
     def _preempt(self, row: int) -> None:
-        request = self.rows.requests[row]
-        assert request is not None
+        request = self.rows.owner(row)
         request.in_flight = int(self.rows.known[row] - self.rows.collected[row])
         request.num_preemptions += 1
         self.stats.preemptions += 1

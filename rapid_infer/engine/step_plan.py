@@ -17,13 +17,22 @@ I64 = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class NewRows:
-    """Rows that start with this step; all arrays `[new]`. `computed`: tokens already in the cache."""
+    """Rows that start with this step; all arrays `[new]`.
+
+    computed    tokens already in the cache
+    min_length  total length below which no stop token may be chosen
+    """
 
     rows: I32
     computed: I32
+    min_length: I32
     temperature: F32
     top_k: I32
     top_p: F32
+    min_p: F32
+    repetition_penalty: F32
+    presence_penalty: F32
+    frequency_penalty: F32
     seed: I64
     sample_index: I32
 
@@ -38,11 +47,69 @@ class NewBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class RowTokens:
+    """Token ids of several rows, flattened: `ids[i]` belongs to row `rows[i]` and is number `columns[i]` of that row."""
+
+    rows: I32
+    columns: I32
+    ids: I32
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLists:
+    """What new rows say of single tokens; rows that say nothing are absent.
+
+    stop     ids that end the row, for rows with a minimum length
+    bias     ids whose logits get `bias_values` added
+    prompt, output   the tokens seen so far, as often as they stand there, for rows with penalties
+    """
+
+    stop: RowTokens
+    bias: RowTokens
+    bias_values: F32
+    prompt: RowTokens
+    output: RowTokens
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingFeatures:
-    """What the finish part must do for some row of the step; with everything False it is an argmax."""
+    """What the finish part must do for some row of the step; with nothing set it is an argmax.
+
+    logprobs is how many alternatives to report, None for no log-probabilities at all.
+    """
 
     random: bool = False
     truncated: bool = False
+    min_p: bool = False
+    penalties: bool = False
+    bias: bool = False
+    min_tokens: bool = False
+    masks: bool = False
+    logprobs: int | None = None
+
+    @property
+    def processed(self) -> bool:
+        """Whether logits are changed before temperature and truncation."""
+        return self.penalties or self.bias or self.min_tokens or self.masks
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Log-probabilities of prompt tokens: those of `targets[i]` after token `tokens[i]` of the step, and the `count`
+    best.
+    """
+
+    tokens: I32
+    targets: I32
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowMasks:
+    """From this step on, bit `id` of `bits[i]` (`[n, ceil(vocab / 32)]`) says whether row `rows[i]` may choose that id."""
+
+    rows: I32
+    bits: I32
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +134,21 @@ class StepPlan:
     max_query_len: int
     max_seq_len: int
     num_tokens: int
+    token_lists: TokenLists | None = None
+    prompt_scores: PromptScores | None = None
+    masks: RowMasks | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobArrays:
+    """Per row: the chosen token first, then the best ones in order; `rank` of the chosen one, 1 for the best.
+
+    ids `[n, 1 + count]`, values `[n, 1 + count]`, rank `[n]`.
+    """
+
+    ids: I32
+    values: F32
+    rank: I32
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +157,5 @@ class StepResult:
 
     token_ids: I32
     failed: NDArray[np.bool_]
+    logprobs: LogprobArrays | None = None
+    prompt_logprobs: LogprobArrays | None = None

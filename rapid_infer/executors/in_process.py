@@ -35,6 +35,7 @@ class InProcessExecutor:
             block_size=self.cache_plan.block_size,
             num_groups=len(groups),
             queue_depth=config.scheduler.queue_depth,
+            vocab_size=self.built.config.vocab_size,
         )
         self._info = ModelInfo(
             architecture=checkpoint.architecture,

@@ -1,6 +1,7 @@
 """Text in and out: tokenizer, chat template, incremental detokenising. The engine itself knows only token ids."""
 
 from rapid_infer.text.detokenizer import Detokenizer
+from rapid_infer.text.stop import StopStrings
 from rapid_infer.text.tokenizer import Tokenizer
 
-__all__ = ["Detokenizer", "Tokenizer"]
+__all__ = ["Detokenizer", "StopStrings", "Tokenizer"]

@@ -26,12 +26,20 @@ class Tokenizer:
             ) from error
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, with whatever the tokenizer itself puts before it (BOS, for models that have one)."""
-        return list(self._tokenizer(text)["input_ids"])
+        """Ids of `text`, with whatever the tokenizer itself puts before it: one BOS, for models that have one."""
+        ids = list(self._tokenizer(text)["input_ids"])
+        bos = self._tokenizer.bos_token_id
+        # A prompt that was rendered by a template brings its own.
+        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
         """Ids of a conversation through the model's chat template, ready for the assistant's turn.
 
+        `template_kwargs` go to the template: `enable_thinking=False` switches off the thinking of models that have it.
         RequestError when the model has no template or the template refuses the messages.
         """
         if not messages:
@@ -51,6 +59,11 @@ class Tokenizer:
         """Text of `token_ids` without special tokens."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
-    def detokenizer(self) -> Detokenizer:
-        """A fresh stream decoder."""
-        return Detokenizer(self._tokenizer.backend_tokenizer)
+    def token_text(self, token_id: int) -> str:
+        """One token alone, as text; special tokens are shown."""
+        return self._tokenizer.decode([token_id])
+
+    def detokenizer(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> Detokenizer:
+        """A fresh stream decoder for what follows the prompt."""
+        backend = self._tokenizer.backend_tokenizer
+        return Detokenizer(backend, prompt_token_ids, skip_special_tokens=skip_special_tokens)

@@ -1,5 +1,6 @@
-"""What the device knows of the running rows, in preallocated tensors. Its lengths are the truth; the host plans with
-upper bounds.
+"""What the device knows of the running rows, in preallocated tensors.
+
+Its lengths are the truth; the host plans with upper bounds.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from rapid_infer.engine.step_plan import StepPlan
 from rapid_infer.worker.sampler import SamplingState
+from rapid_infer.worker.token_state import TokenState
 
 
 class RequestTable:
@@ -22,12 +24,15 @@ class RequestTable:
     block_tables  per cache group `[rows + 1, max_blocks]` int32; the dummy row's blocks are all 0
     """
 
-    def __init__(self, device: torch.device, max_num_seqs: int, num_groups: int, max_blocks: int) -> None:
+    def __init__(
+        self, device: torch.device, max_num_seqs: int, num_groups: int, max_blocks: int, vocab_size: int
+    ) -> None:
         rows = max_num_seqs + 1
         self.dummy = max_num_seqs
         self.last_token, self.length = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
         self.block_tables = [torch.zeros(rows, max_blocks, dtype=torch.int32, device=device) for _ in range(num_groups)]
         self.sampling = SamplingState.empty(rows, device)
+        self.tokens = TokenState(rows, vocab_size, device)
 
     @staticmethod
     def delta(plan: StepPlan) -> list[np.ndarray]:
@@ -35,21 +40,22 @@ class RequestTable:
         arrays: list[np.ndarray] = []
         new = plan.new_rows
         if new is not None:
-            arrays += [new.rows, new.computed, new.temperature, new.top_k, new.top_p, new.seed, new.sample_index]
+            arrays += [new.rows, new.computed, *(getattr(new, name) for name in SamplingState.names())]
         for group in plan.new_blocks:
             if len(group.rows):
                 arrays += [group.rows, group.columns, group.blocks]
-        return arrays
+        return arrays + TokenState.delta(plan.token_lists, plan.masks)
 
     def apply(self, plan: StepPlan, staged: Iterator[Tensor]) -> None:
         """Carry out the delta; `staged` yields the arrays of `delta(plan)` on the device."""
         if plan.new_rows is not None:
             rows = next(staged).long()
             self.length[rows] = next(staged).long()
-            state = self.sampling
-            for field in (state.temperature, state.top_k, state.top_p, state.seed, state.sample_index):
-                field[rows] = next(staged)
+            for name in SamplingState.names():
+                getattr(self.sampling, name)[rows] = next(staged)
+            self.tokens.clear(rows)
         for group, table in zip(plan.new_blocks, self.block_tables):
             if len(group.rows):
                 rows, columns, blocks = next(staged), next(staged), next(staged)
                 table[rows.long(), columns.long()] = blocks
+        self.tokens.apply(plan.token_lists, plan.masks, staged)

@@ -1,0 +1,103 @@
+"""From what a user asks to what the engine takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rapid_infer.engine.request import Request, validate_prompt
+from rapid_infer.errors import RequestError
+from rapid_infer.params import SamplingParams
+from rapid_infer.text import Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What the front must know of the engine, which may be another process."""
+
+    architecture: str
+    dtype: str
+    device: str
+    vocab_size: int
+    max_model_len: int
+    stop_token_ids: tuple[int, ...]
+    seed: int
+    enable_prefix_caching: bool
+
+
+class InputProcessor:
+    """Tokenizes, validates, and numbers requests in order of arrival."""
+
+    def __init__(self, facts: EngineFacts, tokenizer: Tokenizer | None) -> None:
+        self.facts = facts
+        self.tokenizer = tokenizer
+        self._arrivals = 0
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt. RequestError when it is empty, can never run, or is text and there is no tokenizer."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("got a text prompt, but skip_tokenizer_init=True: give token ids")
+            ids = self.tokenizer.encode(prompt)
+        else:
+            ids = [int(token) for token in prompt]
+        validate_prompt(ids, self.facts.vocab_size, self.facts.max_model_len)
+        return ids
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
+        """Token ids of a conversation. RequestError without a tokenizer or a template."""
+        if self.tokenizer is None:
+            raise RequestError("a conversation needs the tokenizer, but skip_tokenizer_init=True")
+        return self.tokenizer.encode_chat(messages, **template_kwargs)
+
+    def requests(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> list[Request]:
+        """One engine request for each of the n completions. RequestError when the engine cannot do what is asked."""
+        self._check(params)
+        arrival = self._arrivals
+        self._arrivals += 1
+        return [self._request(request_id, prompt_token_ids, params, index, arrival) for index in range(params.n)]
+
+    def _check(self, params: SamplingParams) -> None:
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need the tokenizer, but skip_tokenizer_init=True: use stop_token_ids")
+        for name in ("allowed_token_ids", "logit_bias"):
+            for token in getattr(params, name) or ():
+                if token >= self.facts.vocab_size:
+                    highest = self.facts.vocab_size - 1
+                    raise RequestError(f"{name} holds {token}, outside the vocabulary: expected 0 to {highest}")
+
+    def _request(
+        self, request_id: str, ids: list[int], params: SamplingParams, index: int, arrival: int
+    ) -> Request:
+        facts = self.facts
+        limit = facts.max_model_len
+        if params.max_tokens is not None:
+            limit = min(limit, len(ids) + params.max_tokens)
+        share: bytes | None = b""
+        if not facts.enable_prefix_caching:
+            # Without prefix caching the n rows of one prompt still share its blocks, but only with each other.
+            share = f"request {arrival}".encode() if params.n > 1 else None
+        stop = (() if params.ignore_eos else facts.stop_token_ids) + params.stop_token_ids
+        return Request(
+            request_id=engine_id(request_id, index),
+            prompt_token_ids=ids,
+            params=params,
+            stop_token_ids=tuple(dict.fromkeys(stop)),
+            limit=limit,
+            seed=params.seed if params.seed is not None else mix_seed(facts.seed, arrival),
+            sample_index=index,
+            share_key=share,
+        )
+
+
+def engine_id(request_id: str, index: int) -> str:
+    """The engine's name for completion `index` of a request."""
+    return f"{request_id}/{index}"
+
+
+def mix_seed(seed: int, arrival: int) -> int:
+    """A request's own seed from the engine's: distinct per arrival, within 64 signed bits."""
+    return (seed * 0x9E3779B97F4A7C15 + arrival * 0xD1B54A32D192ED03 + 2**63) % 2**64 - 2**63

@@ -1,0 +1,146 @@
+"""What rows say of single tokens: biases, stop ids, how often each token was seen, and which ids are allowed.
+
+The tables are as wide as the vocabulary, so each exists only once a request has needed it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rapid_infer.engine.step_plan import RowMasks, SamplingFeatures, TokenLists
+from rapid_infer.worker.sampler import SamplingState
+
+
+class TokenState:
+    """Tables over `rows` rows; `process` changes logits by them.
+
+    stop_ids, bias_ids `[rows, k]` int64 (-1 and 0 where unused), bias_values `[rows, k]` fp32
+    in_prompt `[rows, vocab]` bool, output_counts `[rows, vocab]` int32
+    mask_bits `[rows, ceil(vocab / 32)]` int32, all bits set where nothing is forbidden
+    """
+
+    def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
+        self._rows, self._vocab, self._device = rows, vocab_size, device
+        self.stop_ids = torch.full((rows, 1), -1, dtype=torch.int64, device=device)
+        self.bias_ids = torch.zeros(rows, 1, dtype=torch.int64, device=device)
+        self.bias_values = torch.zeros(rows, 1, device=device)
+        self.in_prompt: Tensor | None = None
+        self.output_counts: Tensor | None = None
+        self.mask_bits: Tensor | None = None
+
+    @staticmethod
+    def delta(lists: TokenLists | None, masks: RowMasks | None) -> list[np.ndarray]:
+        """The arrays that `apply` takes, in its order."""
+        arrays: list[np.ndarray] = []
+        if lists is not None:
+            for group in (lists.stop, lists.bias, lists.prompt, lists.output):
+                arrays += [group.rows, group.columns, group.ids]
+            arrays.append(lists.bias_values)
+        if masks is not None:
+            arrays += [masks.rows, masks.bits]
+        return arrays
+
+    def clear(self, rows: Tensor) -> None:
+        """Rows `[n]` int64 start anew."""
+        self.stop_ids[rows] = -1
+        self.bias_values[rows] = 0.0
+        if self.in_prompt is not None and self.output_counts is not None:
+            self.in_prompt[rows] = False
+            self.output_counts[rows] = 0
+        if self.mask_bits is not None:
+            self.mask_bits[rows] = -1
+
+    def apply(self, lists: TokenLists | None, masks: RowMasks | None, staged: Iterator[Tensor]) -> None:
+        """Take over what new rows bring; `staged` yields the arrays of `delta` on the device."""
+        if lists is not None:
+            stop, bias, prompt, output = (tuple(next(staged).long() for _ in range(3)) for _ in range(4))
+            self.stop_ids = _widen(self.stop_ids, lists.stop.columns, -1)
+            self.stop_ids[stop[0], stop[1]] = stop[2]
+            self.bias_ids = _widen(self.bias_ids, lists.bias.columns, 0)
+            self.bias_values = _widen(self.bias_values, lists.bias.columns, 0.0)
+            self.bias_ids[bias[0], bias[1]] = bias[2]
+            self.bias_values[bias[0], bias[1]] = next(staged)
+            if len(lists.prompt.rows):
+                in_prompt, counts = self._seen()
+                in_prompt[prompt[0], prompt[2]] = True
+                counts.index_put_(
+                    (output[0], output[2]), torch.ones_like(output[2], dtype=torch.int32), accumulate=True
+                )
+        if masks is not None:
+            if self.mask_bits is None:
+                self.mask_bits = torch.full(
+                    (self._rows, masks.bits.shape[1]), -1, dtype=torch.int32, device=self._device
+                )
+            rows = next(staged).long()
+            self.mask_bits[rows] = next(staged).view(len(masks.rows), -1)
+
+    def _seen(self) -> tuple[Tensor, Tensor]:
+        if self.in_prompt is None or self.output_counts is None:
+            shape = (self._rows, self._vocab)
+            self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=self._device)
+            self.output_counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        return self.in_prompt, self.output_counts
+
+    def process(
+        self, logits: Tensor, rows: Tensor, lengths: Tensor, state: SamplingState, features: SamplingFeatures
+    ) -> Tensor:
+        """New logits: bias, then masks, stop ids below the minimum length, then penalties.
+
+        logits fp32 `[n, vocab]`; rows and lengths (total, before the new token) `[n]`; `state` of the same rows. A row
+        is
+        left with at least one token that is not minus infinity.
+        """
+        if features.bias:
+            logits = logits.scatter_add(1, self.bias_ids[rows], self.bias_values[rows])
+        if features.masks and self.mask_bits is not None:
+            logits = logits.masked_fill(~unpack(self.mask_bits[rows], logits.shape[1]), -math.inf)
+        if features.min_tokens:
+            logits = self._forbid_stop(logits, rows, lengths < state.min_length)
+        if features.penalties:
+            logits = self._penalize(logits, rows, state)
+        return logits
+
+    def _forbid_stop(self, logits: Tensor, rows: Tensor, early: Tensor) -> Tensor:
+        ids = self.stop_ids[rows]
+        hidden = torch.where((ids >= 0) & early.unsqueeze(1), -math.inf, math.inf)
+        masked = logits.scatter_reduce(1, ids.clamp(min=0), hidden, "amin")
+        # A mask may allow nothing but stop tokens: then it wins over the minimum length.
+        empty = masked.amax(dim=-1, keepdim=True) == -math.inf
+        return torch.where(empty, logits, masked)
+
+    def _penalize(self, logits: Tensor, rows: Tensor, state: SamplingState) -> Tensor:
+        in_prompt, output_counts = self._seen()
+        counts = output_counts[rows]
+        in_output = counts > 0
+        repetition = state.repetition_penalty.unsqueeze(1)
+        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits = torch.where(in_prompt[rows] | in_output, repeated, logits)
+        fixed = state.presence_penalty.unsqueeze(1) * in_output
+        return logits - fixed - state.frequency_penalty.unsqueeze(1) * counts
+
+    def count(self, rows: Tensor, tokens: Tensor) -> None:
+        """Note the tokens just chosen, both `[n]` int64."""
+        if self.output_counts is not None:
+            ones = torch.ones_like(tokens, dtype=torch.int32)
+            self.output_counts.index_put_((rows, tokens), ones, accumulate=True)
+
+
+def _widen(table: Tensor, columns: np.ndarray, fill: float) -> Tensor:
+    """`table` with room for these columns."""
+    need = int(columns.max(initial=-1)) + 1
+    if need <= table.shape[1]:
+        return table
+    wider = torch.full((table.shape[0], need), fill, dtype=table.dtype, device=table.device)
+    wider[:, : table.shape[1]] = table
+    return wider
+
+
+def unpack(bits: Tensor, vocab_size: int) -> Tensor:
+    """bits int32 `[n, words]` -> bool `[n, vocab]`."""
+    each = bits.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=bits.device)
+    return (each & 1).bool().flatten(1)[:, :vocab_size]
