@@ -14,6 +14,7 @@ from rapid_infer.outputs import RequestOutput, RequestOutputKind
 from rapid_infer.params import SamplingParams
 
 Params = SamplingParams | Sequence[SamplingParams] | None
+"""One for all prompts, one for each, or None for the model's own defaults."""
 
 
 class LLM:
@@ -36,7 +37,7 @@ class LLM:
         `outputs[i].finish_reason == "error"`; the others are unaffected.
         """
         batch = _as_batch(prompts)
-        params = _spread(sampling_params, len(batch))
+        params = _spread(sampling_params or self.default_sampling_params(), len(batch))
         encoded = [self.engine.encode(prompt) for prompt in batch]
         names = [f"generate-{next(self._ids)}" for _ in batch]
         try:
@@ -64,9 +65,14 @@ class LLM:
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
         """Token ids of a conversation. RequestError without a tokenizer or a template."""
-        if self.engine.tokenizer is None:
-            raise RequestError("a conversation needs the tokenizer, but skip_tokenizer_init=True")
-        return self.engine.tokenizer.encode_chat(messages, **template_kwargs)
+        return self.engine.inputs.encode_chat(messages, **template_kwargs)
+
+    def default_sampling_params(self, **changes: Any) -> SamplingParams:
+        """What the model's generation_config.json recommends, with `changes` field by field.
+
+        These are also the parameters of every request that brings none.
+        """
+        return self.engine.default_sampling_params(**changes)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding what is new after each step. Leaving the loop early ends the request."""
@@ -133,9 +139,9 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return items
 
 
-def _spread(params: Params, n: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * n
+def _spread(params: SamplingParams | Sequence[SamplingParams], n: int) -> list[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * n
     if len(params) != n:
         raise RequestError(f"got {len(params)} sampling_params for {n} prompts; give one for all or one for each")
     return list(params)

@@ -62,13 +62,13 @@ def inspect(
 def examine(model: str, **kwargs: Any) -> Inspection:
     """Build `model` on the meta device and plan its loading. Keyword arguments as for `LLM`."""
     from rapid_infer.config import EngineArgs
-    from rapid_infer.llm_engine import prepare
+    from rapid_infer.llm_engine import configure, locate
     from rapid_infer.loader import Inventory, plan_load
-    from rapid_infer.registry import ModelRegistry
     from rapid_infer.worker.build import build_model, cache_groups
 
-    checkpoint, model_class, config = prepare(model, EngineArgs.from_kwargs(**kwargs))
-    entry = ModelRegistry.lookup(checkpoint.architecture, kwargs.get("model_plugin"))
+    args = EngineArgs.from_kwargs(**kwargs)
+    checkpoint, entry = locate(model, args)
+    model_class, config = configure(checkpoint, entry, args)
     # No table of positions is needed to look at shapes.
     short = replace(config, model=replace(config.model, max_model_len=1))
     built = build_model(model_class, checkpoint, short, "meta")

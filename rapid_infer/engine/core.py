@@ -11,6 +11,7 @@ from rapid_infer.cache.manager import CacheManager
 from rapid_infer.config import EngineConfig
 from rapid_infer.engine import results
 from rapid_infer.engine.executor import Executor
+from rapid_infer.engine.masks import AllowedTokens
 from rapid_infer.engine.request import Request, RequestStatus, validate_prompt
 from rapid_infer.engine.results import StepOutputs
 from rapid_infer.engine.scheduler import Launch, Scheduler
@@ -43,6 +44,9 @@ class EngineCore:
         validate_prompt(request.prompt_token_ids, self.info.vocab_size, self.info.max_model_len)
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use; expected a new one")
+        allowed = request.params.allowed_token_ids
+        if allowed is not None and request.mask is None:
+            request.mask = AllowedTokens(allowed, self.info.vocab_size)
         self._requests[request.request_id] = request
         self.scheduler.add(request)
 

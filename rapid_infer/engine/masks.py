@@ -8,6 +8,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from rapid_infer.errors import RequestError
+
 Bits = NDArray[np.int32]
 """`[ceil(vocab / 32)]`: id i is allowed when bit `i % 32` of word `i // 32` is set, as grammar libraries pack it."""
 
@@ -28,7 +30,10 @@ class TokenMask(Protocol):
 
 
 def pack(token_ids: Sequence[int], vocab_size: int) -> Bits:
-    """A mask that allows exactly these ids."""
+    """A mask that allows exactly these ids. RequestError for an id outside the vocabulary."""
+    for token in token_ids:
+        if token >= vocab_size:
+            raise RequestError(f"allowed token id {token} is outside the vocabulary: expected 0 to {vocab_size - 1}")
     allowed = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
     allowed[list(token_ids)] = 1
     return np.packbits(allowed, bitorder="little").view(np.int32)

@@ -26,7 +26,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position: the chosen token first, then the best ones; `rank` of the chosen one from 1."""
+    """Log-probabilities at one position: the chosen token first, then the best ones; its `rank` counts from 1."""
 
     token_ids: list[int]
     values: list[float]

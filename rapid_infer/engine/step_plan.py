@@ -48,7 +48,7 @@ class NewBlocks:
 
 @dataclass(frozen=True, slots=True)
 class RowTokens:
-    """Token ids of several rows, flattened: `ids[i]` belongs to row `rows[i]` and is number `columns[i]` of that row."""
+    """Token ids of several rows, flattened: `ids[i]` belongs to row `rows[i]`, as its number `columns[i]`."""
 
     rows: I32
     columns: I32
@@ -106,7 +106,7 @@ class PromptScores:
 
 @dataclass(frozen=True, slots=True)
 class RowMasks:
-    """From this step on, bit `id` of `bits[i]` (`[n, ceil(vocab / 32)]`) says whether row `rows[i]` may choose that id."""
+    """From this step on, bit `id` of `bits[i]` (`[n, ceil(vocab / 32)]`) says whether `rows[i]` may choose it."""
 
     rows: I32
     bits: I32

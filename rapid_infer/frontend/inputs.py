@@ -69,9 +69,7 @@ class InputProcessor:
                     highest = self.facts.vocab_size - 1
                     raise RequestError(f"{name} holds {token}, outside the vocabulary: expected 0 to {highest}")
 
-    def _request(
-        self, request_id: str, ids: list[int], params: SamplingParams, index: int, arrival: int
-    ) -> Request:
+    def _request(self, request_id: str, ids: list[int], params: SamplingParams, index: int, arrival: int) -> Request:
         facts = self.facts
         limit = facts.max_model_len
         if params.max_tokens is not None:
@@ -82,7 +80,8 @@ class InputProcessor:
             share = f"request {arrival}".encode() if params.n > 1 else None
         stop = (() if params.ignore_eos else facts.stop_token_ids) + params.stop_token_ids
         return Request(
-            request_id=engine_id(request_id, index),
+            # The arrival keeps apart a discarded request, whose end is still to come, and a new one of the same name.
+            request_id=f"{request_id}/{arrival}/{index}",
             prompt_token_ids=ids,
             params=params,
             stop_token_ids=tuple(dict.fromkeys(stop)),
@@ -91,11 +90,6 @@ class InputProcessor:
             sample_index=index,
             share_key=share,
         )
-
-
-def engine_id(request_id: str, index: int) -> str:
-    """The engine's name for completion `index` of a request."""
-    return f"{request_id}/{index}"
 
 
 def mix_seed(seed: int, arrival: int) -> int:

@@ -1,4 +1,4 @@
-"""From the engine's tokens to what a user reads: text, stop strings, log-probabilities, n completions of one request."""
+"""From the engine's tokens to what a user reads: text, stop strings, log-probabilities, n completions each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rapid_infer.engine.results import Finished, StepOutputs, TokenLogprobs
-from rapid_infer.frontend.inputs import engine_id
 from rapid_infer.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput, RequestOutputKind
 from rapid_infer.params import SamplingParams
 from rapid_infer.text import Detokenizer, StopStrings, Tokenizer
@@ -59,11 +58,8 @@ class _Parent:
 
     output: RequestOutput
     kind: RequestOutputKind
-    completions: list[_Completion] = field(default_factory=list)
-
-    @property
-    def engine_ids(self) -> list[str]:
-        return [engine_id(self.output.request_id, i) for i in range(len(self.completions))]
+    completions: dict[str, _Completion] = field(default_factory=dict)
+    """By the engine's id."""
 
 
 class OutputProcessor:
@@ -80,10 +76,12 @@ class OutputProcessor:
     def __len__(self) -> int:
         return len(self._parents)
 
-    def add(self, output: RequestOutput, params: SamplingParams, kind: RequestOutputKind) -> None:
-        """Expect results for a request; `output` is what they are added to."""
+    def add(
+        self, output: RequestOutput, params: SamplingParams, kind: RequestOutputKind, engine_ids: Iterable[str]
+    ) -> None:
+        """Expect results of the n completions named `engine_ids`; `output` is what they are added to."""
         parent = _Parent(output, kind)
-        for index in range(params.n):
+        for index, name in enumerate(engine_ids):
             detokenizer = None
             if self._tokenizer is not None:
                 detokenizer = self._tokenizer.detokenizer(output.prompt_token_ids, params.skip_special_tokens)
@@ -92,8 +90,8 @@ class OutputProcessor:
             if params.logprobs is not None:
                 completion.output.logprobs, completion.output.cumulative_logprob = [], 0.0
             output.outputs.append(completion.output)
-            parent.completions.append(completion)
-            self._owner[engine_id(output.request_id, index)] = (parent, completion)
+            parent.completions[name] = completion
+            self._owner[name] = (parent, completion)
         if params.prompt_logprobs is not None:
             output.prompt_logprobs = [None]
         self._parents[output.request_id] = parent
@@ -101,7 +99,7 @@ class OutputProcessor:
     def engine_ids(self, request_ids: Iterable[str]) -> list[str]:
         """The engine's ids of these requests; unknown ones are skipped."""
         parents = (self._parents.get(request_id) for request_id in request_ids)
-        return [name for parent in parents if parent is not None for name in parent.engine_ids]
+        return [name for parent in parents if parent is not None for name in parent.completions]
 
     def discard(self, request_ids: Iterable[str]) -> list[str]:
         """Forget requests, as for a caller that went away; returns the engine's ids to abort."""
@@ -116,7 +114,7 @@ class OutputProcessor:
         parent = self._parents.pop(request_id, None)
         if parent is None:
             return None
-        for name, completion in zip(parent.engine_ids, parent.completions):
+        for name, completion in parent.completions.items():
             if self._owner.pop(name, None) is not None:
                 completion.end(FinishReason.ERROR, error)
         return self._output(parent)
@@ -162,12 +160,12 @@ class OutputProcessor:
         return outputs
 
     def _output(self, parent: _Parent) -> RequestOutput:
-        for completion in parent.completions:
+        for completion in parent.completions.values():
             completion.read()
         if parent.kind is not RequestOutputKind.DELTA:
             return parent.output
         whole = parent.output
-        deltas = [_split_off(completion.output) for completion in parent.completions]
+        deltas = [_split_off(completion.output) for completion in parent.completions.values()]
         scores, whole.prompt_logprobs = whole.prompt_logprobs, [] if whole.prompt_logprobs is not None else None
         return RequestOutput(
             whole.request_id, whole.prompt, whole.prompt_token_ids, deltas, whole.num_cached_tokens, scores

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 _TAIL = 8
-"""Prompt tokens that the decoder sees: enough for an unfinished character, which has at most four bytes, and for the word before.
+"""Prompt tokens that the decoder sees: enough for an unfinished character, which has at most four bytes, and for the
+word before.
 """
 
 _UNFINISHED = "\ufffd"
@@ -15,13 +16,12 @@ _UNFINISHED = "\ufffd"
 class Detokenizer:
     """Stream decoder over a `tokenizers.Tokenizer`. The pieces it returns, with the flush, add up to the whole text.
 
-    The text continues the prompt: a space that belongs between the two is part of it, and a character whose first bytes end the
+    The text continues the prompt: a space that belongs between the two is part of it, and a character whose first bytes
+    end the
     prompt is part of it once it is complete.
     """
 
-    def __init__(
-        self, backend: Any, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
-    ) -> None:
+    def __init__(self, backend: Any, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
         from tokenizers.decoders import DecodeStream
 
         self._backend = backend

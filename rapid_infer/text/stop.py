@@ -8,7 +8,8 @@ from collections.abc import Sequence
 class StopStrings:
     """Watches a text that comes in pieces.
 
-    What might be the beginning of a stop string is held back until it is clear. The match is the one that ends first, and of
+    What might be the beginning of a stop string is held back until it is clear. The match is the one that ends first,
+    and of
     those the longest, so that it does not depend on how the text was cut.
     """
 
@@ -19,7 +20,10 @@ class StopStrings:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """Take the next piece; returns what may be shown. After a match, `matched` says which, and nothing more comes."""
+        """Take the next piece; returns what may be shown.
+
+        After a match, `matched` says which, and nothing more comes.
+        """
         if self.matched is not None:
             return ""
         self._held += text
