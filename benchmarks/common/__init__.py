@@ -1,0 +1,1 @@
+"""What the benchmarks share: work, clock, metrics, the result file and the peers."""
