@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rapid_infer.version import __version__
 
 if TYPE_CHECKING:
+    from rapid_infer.async_llm import AsyncLLM
     from rapid_infer.llm import LLM
     from rapid_infer.llm_engine import LLMEngine
     from rapid_infer.outputs import CompletionOutput, RequestOutput
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from rapid_infer.registry import ModelRegistry
 
 _EXPORTS = {
+    "AsyncLLM": "rapid_infer.async_llm",
     "LLM": "rapid_infer.llm",
     "LLMEngine": "rapid_infer.llm_engine",
     "CompletionOutput": "rapid_infer.outputs",
@@ -24,7 +26,16 @@ _EXPORTS = {
     "ModelRegistry": "rapid_infer.registry",
 }
 
-__all__ = ["LLM", "CompletionOutput", "LLMEngine", "ModelRegistry", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "LLMEngine",
+    "ModelRegistry",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -1,0 +1,293 @@
+"""Online use: an engine in a process of its own, and any number of requests at once from one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import weakref
+from collections import deque
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any
+
+from rapid_infer.config import EngineArgs
+from rapid_infer.errors import EngineDeadError, RapidInferError, RequestError
+from rapid_infer.frontend import InputProcessor, OutputProcessor, Prompt
+from rapid_infer.ipc import messages
+from rapid_infer.ipc.channel import AsyncChannel, frame
+from rapid_infer.ipc.launch import GRACE, EngineProcess
+from rapid_infer.ipc.messages import Abort, Died, GetStats, Outputs, RequestRefused, ResetPrefixCache, Stats, Stop
+from rapid_infer.llm_engine import locate
+from rapid_infer.outputs import RequestOutput, RequestOutputKind
+from rapid_infer.params import SamplingParams
+from rapid_infer.text import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A `generate()` in progress: what has arrived for it and has not been taken."""
+
+    request_id: str
+    kind: RequestOutputKind
+    engine_ids: list[str]
+    arrived: deque[RequestOutput] = field(default_factory=deque)
+    error: RapidInferError | None = None
+    event: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def put(self, output: RequestOutput) -> None:
+        # A cumulative output is one object that grows: a slow reader finds all of it in the place that waits.
+        if not self.arrived or self.arrived[-1] is not output:
+            self.arrived.append(output)
+        self.event.set()
+
+    def fail(self, error: RapidInferError) -> None:
+        self.error = error
+        self.event.set()
+
+    async def take(self) -> RequestOutput:
+        while not self.arrived:
+            if self.error is not None:
+                raise self.error
+            self.event.clear()
+            await self.event.wait()
+        output = self.arrived.popleft()
+        return _snapshot(output) if self.kind is RequestOutputKind.CUMULATIVE else output
+
+
+class AsyncLLM:
+    """A loaded model in a process of its own. Takes the same arguments as `LLM`, and starts with the same errors.
+
+    Construction waits until the model is loaded. Use it from one event loop at a time; `shutdown()`, or `async with`,
+    ends the process, as does dropping the object or leaving the interpreter. When the engine process dies, every
+    `generate()` in progress and every later call raises EngineDeadError.
+    """
+
+    def __init__(self, model: str = "demo", **kwargs: Any) -> None:
+        self.args = EngineArgs.from_kwargs(**kwargs)
+        self.checkpoint, entry = locate(model, self.args)
+        self._process = EngineProcess(self.checkpoint.path, entry, self.args)
+        try:
+            # The engine loads weights meanwhile.
+            tokenizer = None if self.args.skip_tokenizer_init else Tokenizer(self.checkpoint.path)
+            ready = self._process.wait_ready()
+        except BaseException:
+            self._process.stop(grace=0)
+            raise
+        self.facts = ready.facts
+        self.tokenizer = tokenizer
+        self.inputs = InputProcessor(ready.facts, tokenizer)
+        self.outputs = OutputProcessor(tokenizer)
+        self._defaults = ready.defaults
+        self._waiting: dict[str, _Waiting] = {}
+        self._questions: deque[asyncio.Future[Stats]] = deque()
+        self._names = (f"request-{i}" for i in itertools.count())
+        self._dead: str | None = None
+        self._channel = AsyncChannel(self._process.sock, self)
+        self._finalizer = weakref.finalize(self, _end, self._channel, self._process, GRACE)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Complete a prompt (text or token ids); without `sampling_params`, with the model's own defaults.
+
+        Yields what `output_kind` says, each time an object of its own; the last has `finished`. Closing the iterator
+        or cancelling the task ends the request in the engine. RequestError for an invalid request or an id in use,
+        EngineDeadError.
+        """
+        waiting = self._submit(prompt, sampling_params, request_id, output_kind)
+        try:
+            while True:
+                output = await waiting.take()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            self._leave(waiting)
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE,
+        **template_kwargs: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer a conversation by the model's chat template, otherwise as `generate`.
+
+        RequestError without a tokenizer or a template.
+        """
+        ids = self.inputs.encode_chat(messages, **template_kwargs)
+        # Closing this generator must close the inner one at once, not when it is collected.
+        async with contextlib.aclosing(
+            self.generate(ids, sampling_params, request_id, output_kind=output_kind)
+        ) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its `generate()` yields what there is, with finish_reason "abort". Unknown ids are ignored."""
+        if names := self.outputs.engine_ids([request_id]):
+            self._tell(Abort(names))
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; holds for every request made after this call."""
+        self._check_alive()
+        self._tell(ResetPrefixCache())
+
+    async def stats(self) -> Stats:
+        """How many requests run and wait, and how many cache blocks are free, between two steps of the engine."""
+        self._check_alive()
+        question: asyncio.Future[Stats] = asyncio.get_running_loop().create_future()
+        self._questions.append(question)
+        self._tell(GetStats())
+        return await question
+
+    def default_sampling_params(self, **changes: Any) -> SamplingParams:
+        """What the model's generation_config.json recommends, with `changes` field by field."""
+        return SamplingParams.from_dict({**self._defaults, **changes})
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine process is there to serve requests."""
+        return self._dead is None and self._process.process.poll() is None
+
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        """Why the engine serves no more requests, if it does not."""
+        return None if self._dead is None else EngineDeadError(self._dead)
+
+    def shutdown(self, timeout: float = GRACE) -> None:
+        """End the engine process, by force if it takes longer than `timeout`; waits for it. Later calls do nothing."""
+        self._die("AsyncLLM was shut down")
+        if self._finalizer.detach() is not None:
+            _end(self._channel, self._process, timeout)
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _submit(
+        self, prompt: Prompt, params: SamplingParams | None, name: str | None, kind: RequestOutputKind
+    ) -> _Waiting:
+        self._check_alive()
+        params = params or self.default_sampling_params()
+        if name is None:
+            name = next(name for name in self._names if name not in self._waiting)
+        elif name in self._waiting:
+            raise RequestError(f"request id {name!r} is in use; expected a new one")
+        ids = self.inputs.encode(prompt)
+        requests = self.inputs.requests(name, ids, params)
+        try:
+            frames = [frame(messages.encode(messages.pack_request(request))) for request in requests]
+        except ValueError as error:
+            raise RequestError(f"the request cannot be sent to the engine: {error}") from error
+        waiting = _Waiting(name, kind, [request.request_id for request in requests])
+        output = RequestOutput(name, prompt if isinstance(prompt, str) else None, ids, [])
+        self.outputs.add(output, params, kind, waiting.engine_ids)
+        self._waiting[name] = waiting
+        self._channel.send(b"".join(frames))
+        return waiting
+
+    def _leave(self, waiting: _Waiting) -> None:
+        """Forget a request, and end it in the engine if it has not ended."""
+        del self._waiting[waiting.request_id]
+        if names := self.outputs.discard([waiting.request_id]):
+            self._tell(Abort(names))
+
+    def _tell(self, message: messages.ToEngine) -> None:
+        self._channel.send(frame(messages.encode(message)))
+
+    def _check_alive(self) -> None:
+        self._channel.attach()
+        if self._dead is None and self._process.process.poll() is not None:
+            # Nothing more can arrive; what the engine said last is the better reason.
+            while self._channel.read():
+                pass
+            self._die(self._process.how_it_ended())
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+
+    def message_received(self, payload: bytes) -> None:
+        """For the channel."""
+        try:
+            message = messages.from_engine(payload)
+            if isinstance(message, Outputs):
+                self._deliver(message)
+            elif isinstance(message, RequestRefused):
+                self._refuse(message)
+            elif isinstance(message, Stats):
+                self._answer(message)
+            elif isinstance(message, Died):
+                self._die(message.message)
+            else:
+                raise TypeError(f"an engine may not send {type(message).__name__} now")
+        except Exception as error:
+            logger.exception("a message of the engine could not be used")
+            self._die(f"a message of the engine could not be used: {type(error).__name__}: {error}")
+            self._process.process.kill()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """For the channel."""
+        ending = self._process.how_it_ended()
+        self._die(ending if error is None or isinstance(error, OSError) else f"{ending}: {error}")
+
+    def _deliver(self, message: Outputs) -> None:
+        outputs, stopped = self.outputs.process(messages.unpack_step(message))
+        if stopped:
+            self._tell(Abort(stopped))
+        for output in outputs:
+            self._waiting[output.request_id].put(output)
+
+    def _refuse(self, message: RequestRefused) -> None:
+        for waiting in self._waiting.values():
+            if message.request_id in waiting.engine_ids:
+                waiting.fail(RequestError(message.error))
+
+    def _answer(self, message: Stats) -> None:
+        question = self._questions.popleft()
+        if not question.done():
+            question.set_result(message)
+
+    def _die(self, text: str) -> None:
+        """Every call in progress and every later one fails with this; the first text stays."""
+        if self._dead is not None:
+            return
+        self._dead = text
+        for waiting in self._waiting.values():
+            waiting.fail(EngineDeadError(text))
+        for question in self._questions:
+            if not question.done():
+                question.set_exception(EngineDeadError(text))
+        self._questions.clear()
+
+
+def _end(channel: AsyncChannel, process: EngineProcess, grace: float) -> None:
+    if process.is_ours:
+        channel.send(frame(messages.encode(Stop())))
+        channel.close()
+        process.stop(grace)
+
+
+def _snapshot(output: RequestOutput) -> RequestOutput:
+    """A copy that stays as it is while the request goes on."""
+    completions = [
+        replace(one, token_ids=list(one.token_ids), logprobs=None if one.logprobs is None else list(one.logprobs))
+        for one in output.outputs
+    ]
+    scores = output.prompt_logprobs
+    return replace(output, outputs=completions, prompt_logprobs=None if scores is None else list(scores))
