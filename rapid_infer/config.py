@@ -79,6 +79,7 @@ class EngineConfig:
     parallel: ParallelConfig
     device: str
     enforce_eager: bool = False
+    num_threads: int | None = None
     op_priority: tuple[tuple[str, tuple[str, ...]], ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -109,6 +110,7 @@ class EngineArgs:
     revision                branch, tag or commit on a hub
     hub                     auto, huggingface, modelscope
     model_plugin            the distribution to take the model from when several offer it
+    num_threads             CPU threads; auto: OMP_NUM_THREADS, else the physical cores this process may use
     op_priority             per operator, the providers to try, in order: {"paged_attention": ["torch"]}
     """
 
@@ -132,6 +134,7 @@ class EngineArgs:
     revision: str | None = None
     hub: str = "auto"
     model_plugin: str | None = None
+    num_threads: int | None = None
     op_priority: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
@@ -152,7 +155,14 @@ class EngineArgs:
         _check(self.dtype in ("auto", *DTYPES), "dtype", self.dtype, f"'auto' or one of {sorted(set(DTYPES.values()))}")
         _check(self.load_format in LOAD_FORMATS, "load_format", self.load_format, f"one of {list(LOAD_FORMATS)}")
         _check(self.hub in HUBS, "hub", self.hub, f"one of {list(HUBS)}")
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes"):
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "block_size",
+            "kv_cache_memory_bytes",
+            "num_threads",
+        ):
             value = getattr(self, name)
             _check(value is None or (isinstance(value, int) and value >= 1), name, value, "an integer >= 1")
         _check(self.queue_depth in (None, 1, 2), "queue_depth", self.queue_depth, "1 or 2")
@@ -201,6 +211,7 @@ class EngineArgs:
             parallel=ParallelConfig(self.tensor_parallel_size, self.expert_parallel_size),
             device=device.type,
             enforce_eager=self.enforce_eager,
+            num_threads=self.num_threads,
             op_priority=tuple((op, tuple(providers)) for op, providers in self.op_priority.items()),
             notes=tuple(notes),
         )

@@ -25,6 +25,31 @@ def probe(device: str = "auto") -> DeviceFacts:
     return DeviceFacts("cpu", torch.ops.mkldnn._is_mkldnn_bf16_supported(), available_host_memory())
 
 
+def set_num_threads(wanted: int | None) -> None:
+    """Threads for arithmetic on the CPU: `wanted`, else OMP_NUM_THREADS, else one per physical core of this process.
+
+    A second thread on a core shares its arithmetic units and its cache: it makes matrix products slower, not faster.
+    """
+    import torch
+
+    if wanted is None and "OMP_NUM_THREADS" in os.environ:
+        return
+    torch.set_num_threads(wanted or physical_cores())
+
+
+def physical_cores() -> int:
+    """Cores this process may run on, hyperthreads of one core counted once where the system tells."""
+    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    cores = set()
+    for cpu in sorted(cpus):
+        try:
+            with open(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") as f:
+                cores.add(f.read().strip())
+        except OSError:
+            cores.add(str(cpu))
+    return max(len(cores), 1)
+
+
 def available_host_memory() -> int:
     """Bytes of memory a new process could take, by /proc/meminfo where there is one, else half of the machine's."""
     try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -34,10 +35,10 @@ class SamplingParams:
     n                    how many completions of the one prompt; they share its cache blocks
     max_tokens           tokens to generate at most; None means up to the model's length
     min_tokens           no stop token and no stop string ends the request before this many tokens
-    stop                 texts that end the request; they are not part of its text
+    stop                 texts that end the request; they are no part of its text
     stop_token_ids       ids that end the request besides the model's own stop tokens
     ignore_eos           go on past the model's own stop tokens (`stop_token_ids` still stop)
-    include_stop_str_in_output  keep the stop text at the end of the text
+    include_stop_str_in_output  keep the stop string, or the stop token's text, at the end of the text
     skip_special_tokens  leave special tokens out of the text
     logprobs             give the log-probabilities of this many tokens per step, and of the chosen one; at most 20
     prompt_logprobs      the same for the tokens of the prompt; such a request reads no cached prefix
@@ -65,12 +66,11 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
-        if self.logit_bias:
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, () if value is None else _as_tuple(value))
+        object.__setattr__(self, "allowed_token_ids", _as_tuple(self.allowed_token_ids))
+        if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _int_keys(self.logit_bias))
         for name, (holds, expected) in _RULES.items():
             value = getattr(self, name)
@@ -110,12 +110,25 @@ def defaults_of(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _int_keys(bias: Mapping[Any, float]) -> dict[int, float]:
+def _as_tuple(value: Any) -> Any:
+    """Lists become tuples, one text a tuple of it; what cannot be listed is left for the rules to refuse."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, Iterable) else value
+
+
+def _int_keys(bias: Any) -> dict[int, float]:
     """JSON has only text keys; ids may come as text."""
     try:
-        return {int(key): value for key, value in bias.items()}
-    except (TypeError, ValueError):
+        return {key if _is_int(key) else int(_text(key)): value for key, value in bias.items()}
+    except (AttributeError, TypeError, ValueError):
         raise RequestError(f"logit_bias must map token ids to numbers, got {bias!r}") from None
+
+
+def _text(key: object) -> str:
+    if not isinstance(key, str):
+        raise TypeError
+    return key
 
 
 def _is_int(value: object, low: float = -math.inf, high: float = math.inf) -> bool:
@@ -123,12 +136,13 @@ def _is_int(value: object, low: float = -math.inf, high: float = math.inf) -> bo
 
 
 def _is_number(value: object, low: float = -math.inf, high: float = math.inf) -> bool:
-    plain = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return plain and low <= value <= high  # type: ignore[operator]
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return low <= value <= high and abs(value) <= sys.float_info.max
 
 
-def _ids(values: tuple[object, ...]) -> bool:
-    return all(_is_int(i, 0) for i in values)
+def _ids(values: object) -> bool:
+    return isinstance(values, tuple) and all(_is_int(i, 0, 2**31 - 1) for i in values)
 
 
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -143,12 +157,15 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: not v or (_ids(tuple(v)) and all(_is_number(b, -100, 100) for b in v.values())),
         "{token id: number in [-100, 100]}",
     ),
-    "allowed_token_ids": (lambda v: v is None or (len(v) > 0 and _ids(v)), "a list of at least one token id, or None"),
+    "allowed_token_ids": (lambda v: v is None or (v != () and _ids(v)), "a list of at least one token id, or None"),
     "seed": (lambda v: v is None or _is_int(v, -(2**63), 2**63 - 1), "a 64-bit integer or None"),
     "n": (lambda v: _is_int(v, 1), "an integer >= 1"),
     "max_tokens": (lambda v: v is None or _is_int(v, 1), "an integer >= 1 or None"),
     "min_tokens": (lambda v: _is_int(v, 0), "an integer >= 0"),
-    "stop": (lambda v: all(isinstance(s, str) and s for s in v), "a text or a list of non-empty texts"),
+    "stop": (
+        lambda v: isinstance(v, tuple) and all(isinstance(s, str) and s for s in v),
+        "a text or a list of non-empty texts",
+    ),
     "stop_token_ids": (_ids, "a list of token ids >= 0"),
     "ignore_eos": (lambda v: isinstance(v, bool), "true or false"),
     "include_stop_str_in_output": (lambda v: isinstance(v, bool), "true or false"),

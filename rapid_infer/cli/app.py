@@ -13,6 +13,7 @@ from rapid_infer.version import __version__
 
 COMMANDS: dict[str, str] = {
     "generate": "rapid_infer.cli.generate:generate",
+    "chat": "rapid_infer.cli.chat:chat",
     "models": "rapid_infer.cli.models:models",
     "inspect": "rapid_infer.cli.inspect:inspect",
     "doctor": "rapid_infer.cli.doctor:doctor",

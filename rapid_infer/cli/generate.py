@@ -13,11 +13,13 @@ import typer
 
 from rapid_infer.cli import options
 from rapid_infer.errors import RequestError
-from rapid_infer.outputs import RequestOutput, RequestOutputKind
+from rapid_infer.outputs import CompletionOutput, Logprob, RequestOutput, RequestOutputKind
 from rapid_infer.params import SamplingParams
 
 if TYPE_CHECKING:
     from rapid_infer.llm_engine import LLMEngine
+
+MAX_TOKENS = 256
 
 
 @dataclass
@@ -50,14 +52,27 @@ def generate(
     ] = None,
     lines: Annotated[bool, typer.Option("--lines", metavar="", help="Each line of -f is a prompt of its own.")] = False,
     chat: Annotated[bool, typer.Option("--chat", metavar="", help="Put prompts through the chat template.")] = False,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 256,
-    greedy: Annotated[bool, typer.Option("--greedy", metavar="", help="The likeliest token each time.")] = False,
-    temperature: Annotated[float, typer.Option(help="0 is greedy; higher is more varied.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this probability.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Tokens to generate at most. Default: 256, or the model's own.")
+    ] = None,
+    min_tokens: Annotated[int | None, typer.Option(help="Nothing ends the text before this many tokens.")] = None,
+    greedy: options.Greedy = False,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="Above 0: tokens of the text get less likely.")] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="The same, once per time a token was used.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this text; repeat for several.")
+    ] = None,
+    seed: options.Seed = None,
     n: Annotated[int, typer.Option("-n", help="Completions per prompt.")] = 1,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", metavar="", help="Go on past the end token.")] = False,
+    logprobs: Annotated[
+        int | None, typer.Option(metavar="N", help="With --json: log-probabilities, of the N likeliest tokens too.")
+    ] = None,
     as_json: options.AsJson = False,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
@@ -68,17 +83,27 @@ def generate(
     """Complete prompts. Example: rapid-infer generate -p "The capital of France is"
 
     Text goes to standard output as it is made; the closing line with tokens, speed and time to first token goes to
-    standard error.
+    standard error. Sampling options that are not given come from the model's generation_config.json.
     """
-    params = SamplingParams(
-        temperature=0.0 if greedy else temperature,
+    given = options.sampling_options(
+        greedy,
+        temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        stop=stop or None,
         seed=seed,
         n=n,
-        max_tokens=max_tokens,
         ignore_eos=ignore_eos,
+        logprobs=logprobs,
     )
+    if logprobs is not None and not as_json:
+        raise RequestError("--logprobs shows only in the JSON report; add --json")
     prompts = read_prompts(prompt or [], file or [], lines)
     start = time.perf_counter()
     from rapid_infer.llm_engine import LLMEngine
@@ -92,13 +117,14 @@ def generate(
         model_plugin=model_plugin,
     )
     timing = Timing(load=time.perf_counter() - start)
+    params = options.sampling_params(engine, given, MAX_TOKENS)
     encoded = [_encode(engine, text, chat) for text in prompts]
     show = len(prompts) == 1 and n == 1 and not as_json
     outputs = _run(engine, encoded, params, timing, show)
     for output, text in zip(outputs, prompts):
         output.prompt = text
     if as_json:
-        print(json.dumps(_report(outputs, timing, engine), indent=2, ensure_ascii=False))
+        print(json.dumps(_report(outputs, timing, engine, logprobs), indent=2, ensure_ascii=False))
     elif not show:
         _print_all(outputs)
     if not as_json:
@@ -156,15 +182,18 @@ def _run(
 def _merge(whole: RequestOutput, delta: RequestOutput) -> int:
     """Add a delta to the output so far; returns its number of tokens."""
     whole.num_cached_tokens = delta.num_cached_tokens
+    tokens = sum(len(new.token_ids) for new in delta.outputs)
     if not whole.outputs:
         whole.outputs = delta.outputs
-    else:
-        for mine, new in zip(whole.outputs, delta.outputs):
-            mine.text += new.text
-            mine.token_ids += new.token_ids
-            mine.finish_reason, mine.error = new.finish_reason, new.error
-        return sum(len(new.token_ids) for new in delta.outputs)
-    return sum(len(mine.token_ids) for mine in whole.outputs)
+        return tokens
+    for mine, new in zip(whole.outputs, delta.outputs):
+        mine.text += new.text
+        mine.token_ids += new.token_ids
+        mine.finish_reason, mine.stop_reason, mine.error = new.finish_reason, new.stop_reason, new.error
+        mine.cumulative_logprob = new.cumulative_logprob
+        if mine.logprobs is not None and new.logprobs is not None:
+            mine.logprobs += new.logprobs
+    return tokens
 
 
 def _print_all(outputs: list[RequestOutput]) -> None:
@@ -176,7 +205,7 @@ def _print_all(outputs: list[RequestOutput]) -> None:
             print()
 
 
-def _report(outputs: list[RequestOutput], timing: Timing, engine: LLMEngine) -> dict[str, Any]:
+def _report(outputs: list[RequestOutput], timing: Timing, engine: LLMEngine, logprobs: int | None) -> dict[str, Any]:
     info = engine.core.info
     return {
         "model": str(engine.checkpoint.path),
@@ -188,16 +217,7 @@ def _report(outputs: list[RequestOutput], timing: Timing, engine: LLMEngine) -> 
                 "prompt": output.prompt,
                 "prompt_tokens": len(output.prompt_token_ids),
                 "cached_tokens": output.num_cached_tokens,
-                "outputs": [
-                    {
-                        "index": completion.index,
-                        "text": completion.text,
-                        "token_ids": completion.token_ids,
-                        "finish_reason": completion.finish_reason,
-                        "error": completion.error,
-                    }
-                    for completion in output.outputs
-                ],
+                "outputs": [_completion(completion, logprobs) for completion in output.outputs],
             }
             for output in outputs
         ],
@@ -207,6 +227,35 @@ def _report(outputs: list[RequestOutput], timing: Timing, engine: LLMEngine) -> 
         "time_to_first_token": round(timing.first_token, 4),
         "load_seconds": round(timing.load, 3),
     }
+
+
+def _completion(completion: CompletionOutput, logprobs: int | None) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "index": completion.index,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "error": completion.error,
+    }
+    if logprobs is not None:
+        row["cumulative_logprob"] = completion.cumulative_logprob
+        row["logprobs"] = [
+            _logprob(token, scores) | {"top": _top(scores, logprobs)}
+            for token, scores in zip(completion.token_ids, completion.logprobs or [])
+        ]
+    return row
+
+
+def _logprob(token: int, scores: dict[int, Logprob]) -> dict[str, Any]:
+    score = scores[token]
+    return {"token_id": token, "token": score.decoded_token, "logprob": score.logprob, "rank": score.rank}
+
+
+def _top(scores: dict[int, Logprob], count: int) -> list[dict[str, Any]]:
+    """The `count` likeliest; the chosen token, which `scores` holds in any case, only if it is one of them."""
+    likeliest = sorted((token for token in scores if scores[token].rank <= count), key=lambda token: scores[token].rank)
+    return [_logprob(token, scores) for token in likeliest[:count]]
 
 
 def _raise_failures(outputs: list[RequestOutput]) -> None:

@@ -1,10 +1,15 @@
-"""Options that several commands share."""
+"""Options that several commands share, and how sampling options meet the model's own defaults."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from rapid_infer.params import SamplingParams, defaults_of
+
+if TYPE_CHECKING:
+    from rapid_infer.llm_engine import LLMEngine
 
 Model = Annotated[
     str,
@@ -16,3 +21,30 @@ Device = Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu or 
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest sequence, prompt and answer. Default: the model's own.")]
 ModelPlugin = Annotated[str | None, typer.Option(help="Take the model from this package when several offer it.")]
 LoadFormat = Annotated[str, typer.Option(help="auto, or dummy for random weights.")]
+
+Greedy = Annotated[bool, typer.Option("--greedy", metavar="", help="The likeliest token each time: temperature 0.")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy; higher is more varied.")]
+TopK = Annotated[int | None, typer.Option(help="Keep the k likeliest tokens; 0: all.")]
+TopP = Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability.")]
+MinP = Annotated[float | None, typer.Option(help="Keep tokens this likely, relative to the likeliest.")]
+RepetitionPenalty = Annotated[float | None, typer.Option(help="Above 1: tokens seen before get less likely.")]
+Seed = Annotated[int | None, typer.Option(help="Same seed, same text.")]
+
+
+def sampling_options(greedy: bool, **options: Any) -> dict[str, Any]:
+    """The sampling options that were given, which are those that are not None; `greedy` wins over a temperature.
+
+    RequestError for a value out of range, so that it shows before a model is loaded.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    if greedy:
+        given["temperature"] = 0.0
+    SamplingParams.from_dict({"max_tokens": None, **given})
+    return given
+
+
+def sampling_params(engine: LLMEngine, given: dict[str, Any], max_tokens: int) -> SamplingParams:
+    """`given` over what the model recommends; `max_tokens` when neither says how long an answer may be."""
+    if "max_tokens" not in defaults_of(engine.checkpoint.generation):
+        given = {"max_tokens": max_tokens, **given}
+    return engine.default_sampling_params(**given)

@@ -74,6 +74,10 @@ class EngineCore:
                 self._in_flight.append((launch, self.executor.launch(launch.plan)))
             except BaseException as error:
                 self._fail([launch], error, outputs)
+            for request, text in launch.failed:
+                if request.status is not RequestStatus.FINISHED:
+                    self.scheduler.finish(request, FinishReason.ERROR, text)
+                    outputs.end(request)
         elif not self._in_flight and (self.scheduler.waiting or self.scheduler.running):
             self._die(f"requests wait and none can run: {self._state()}")
         if self._in_flight and (launch is None or len(self._in_flight) >= self.queue_depth):

@@ -32,7 +32,7 @@ class TokenMask(Protocol):
 def pack(token_ids: Sequence[int], vocab_size: int) -> Bits:
     """A mask that allows exactly these ids. RequestError for an id outside the vocabulary."""
     for token in token_ids:
-        if token >= vocab_size:
+        if not 0 <= token < vocab_size:
             raise RequestError(f"allowed token id {token} is outside the vocabulary: expected 0 to {vocab_size - 1}")
     allowed = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
     allowed[list(token_ids)] = 1

@@ -22,13 +22,25 @@ from rapid_infer.engine.step_plan import (
 Ints = NDArray[np.int64]
 _NONE = np.zeros(0, np.int32)
 
+_FACTOR_MAX = 1e20
+"""Factors beyond this, and below its inverse, act as this: float32 logits times them stay finite."""
+
+_INT_MAX = 2**31 - 1
+
 
 class PlanBuilder:
     def __init__(self, num_groups: int) -> None:
         self.scored: list[tuple[Request, int]] = []
         """Whose prompt tokens the step scores, and how many."""
+        self.failed: list[tuple[Request, str]] = []
+        """Whose mask raised, and what."""
         self._new: list[tuple[int, int, Request]] = []
         self._blocks: list[tuple[list[int], list[int], list[int]]] = [([], [], []) for _ in range(num_groups)]
+
+    @property
+    def admitted(self) -> list[Request]:
+        """Requests that start, or go on after a preemption, with this step."""
+        return [request for _, _, request in self._new]
 
     def add_row(self, row: int, computed: int, request: Request) -> None:
         self._new.append((row, computed, request))
@@ -79,18 +91,18 @@ class PlanBuilder:
             return None
         params = [request.params for _, _, request in self._new]
 
-        def floats(values: list[float]) -> NDArray[np.float32]:
-            return np.array(values, np.float32)
+        def floats(values: list[float], low: float = -_FACTOR_MAX) -> NDArray[np.float32]:
+            return np.array([min(max(value, low), _FACTOR_MAX) for value in values], np.float32)
 
         return NewRows(
             rows=np.array([row for row, _, _ in self._new], np.int32),
             computed=np.array([computed for _, computed, _ in self._new], np.int32),
-            min_length=np.array([request.min_length for _, _, request in self._new], np.int32),
+            min_length=np.array([min(request.min_length, request.limit) for _, _, request in self._new], np.int32),
             temperature=floats([0.0 if p.greedy else p.temperature for p in params]),
-            top_k=np.array([max(p.top_k, 0) for p in params], np.int32),
+            top_k=np.array([min(max(p.top_k, 0), _INT_MAX) for p in params], np.int32),
             top_p=floats([p.top_p for p in params]),
             min_p=floats([p.min_p for p in params]),
-            repetition_penalty=floats([p.repetition_penalty for p in params]),
+            repetition_penalty=floats([p.repetition_penalty for p in params], low=1 / _FACTOR_MAX),
             presence_penalty=floats([p.presence_penalty for p in params]),
             frequency_penalty=floats([p.frequency_penalty for p in params]),
             seed=np.array([request.seed for _, _, request in self._new], np.int64),
@@ -124,8 +136,14 @@ class PlanBuilder:
         wanted |= {int(row): rows.owner(row) for row in sampling[rows.gated[sampling]]}
         if not wanted:
             return None
-        bits = [request.mask.bits(request.output_token_ids) for request in wanted.values() if request.mask is not None]
-        return RowMasks(np.array(list(wanted), np.int32), np.stack(bits))
+        bits: dict[int, NDArray[np.int32]] = {}
+        for row, request in wanted.items():
+            assert request.mask is not None
+            try:
+                bits[row] = request.mask.bits(request.output_token_ids)
+            except Exception as error:
+                self.failed.append((request, f"the token mask raised {type(error).__name__}: {error}"))
+        return RowMasks(np.array(list(bits), np.int32), np.stack(list(bits.values()))) if bits else None
 
     def _prompt_scores(self, rows: Rows, order: Ints, start: Ints, grant: Ints) -> PromptScores | None:
         """Which tokens of the step are followed by a prompt token that is to be scored."""

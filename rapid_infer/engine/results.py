@@ -38,7 +38,7 @@ class StepOutputs:
     """New tokens as parallel lists (a request at most once per step), and the requests that ended.
 
     `logprobs` and `prompt_logprobs` hold only requests that asked for them; those of the prompt come in order, in
-    pieces.
+    pieces. `num_cached_tokens` holds the requests that have just started.
     """
 
     request_ids: list[str] = field(default_factory=list)
@@ -46,6 +46,7 @@ class StepOutputs:
     finished: list[Finished] = field(default_factory=list)
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    num_cached_tokens: dict[str, int] = field(default_factory=dict)
 
     def end(self, request: Request) -> None:
         assert request.finish_reason is not None
@@ -56,6 +57,8 @@ class StepOutputs:
 def apply(scheduler: Scheduler, launch: Launch, result: StepResult, outputs: StepOutputs) -> None:
     """Append the sampled tokens of `launch` and finish what they end. Late results of ended requests are dropped."""
     _take_logprobs(launch, result, outputs)
+    for request in launch.admitted:
+        outputs.num_cached_tokens[request.request_id] = request.num_cached_tokens or 0
     rows, owners = launch.sampled_rows, scheduler.rows
     requests = launch.sampled_requests
     tokens = result.token_ids

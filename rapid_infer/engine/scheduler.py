@@ -29,13 +29,18 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A step in flight: its plan and whom its results are for, as of the time it was planned."""
+    """A step in flight: its plan and whom its results are for, as of the time it was planned.
+
+    `admitted` start with it; `failed` end with an error whatever its results are.
+    """
 
     plan: StepPlan
     requests: list[Request]
     sampled_rows: Ints
     epochs: Ints
     scored: list[tuple[Request, int]]
+    admitted: list[Request]
+    failed: list[tuple[Request, str]]
 
     @property
     def sampled_requests(self) -> list[Request]:
@@ -211,7 +216,15 @@ class Scheduler:
         plan = builder.build(self.last_step, rows, order, start, grant, np.flatnonzero(samples))
         owners = rows.requests
         requests = [owners[row] for row in order.tolist()]
-        return Launch(plan, cast("list[Request]", requests), sampled_rows, rows.epoch[sampled_rows], builder.scored)
+        return Launch(
+            plan,
+            cast("list[Request]", requests),
+            sampled_rows,
+            rows.epoch[sampled_rows],
+            builder.scored,
+            builder.admitted,
+            builder.failed,
+        )
 
     def _preempt(self, row: int) -> None:
         request = self.rows.owner(row)

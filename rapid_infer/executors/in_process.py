@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rapid_infer.config import EngineConfig
+from rapid_infer.device import set_num_threads
 from rapid_infer.engine.executor import ModelInfo
 from rapid_infer.engine.step_plan import StepPlan, StepResult
 from rapid_infer.models.checkpoint import Checkpoint
@@ -22,6 +23,8 @@ class InProcessExecutor:
 
     def __init__(self, cls: Any, checkpoint: Checkpoint, config: EngineConfig) -> None:
         device = torch.device(config.device)
+        if device.type == "cpu":
+            set_num_threads(config.num_threads)
         self.built = build.build_model(cls, checkpoint, config, device)
         build.load(self.built, checkpoint, config)
         groups = build.cache_groups(self.built.model)

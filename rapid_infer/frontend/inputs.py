@@ -63,7 +63,7 @@ class InputProcessor:
     def _check(self, params: SamplingParams) -> None:
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need the tokenizer, but skip_tokenizer_init=True: use stop_token_ids")
-        for name in ("allowed_token_ids", "logit_bias"):
+        for name in ("allowed_token_ids", "logit_bias", "stop_token_ids"):
             for token in getattr(params, name) or ():
                 if token >= self.facts.vocab_size:
                     highest = self.facts.vocab_size - 1

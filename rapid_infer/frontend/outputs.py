@@ -22,8 +22,13 @@ class _Completion:
     num_tokens: int = 0
     unread: list[int] = field(default_factory=list)
 
-    def take(self, token: int) -> None:
+    def take(self, token: int, ends: bool) -> None:
+        """`ends`: it is a stop token, which is no part of the text unless asked for."""
         self.num_tokens += 1
+        if ends and not self.params.include_stop_str_in_output:
+            self.read()
+            self.output.token_ids.append(token)
+            return
         self.unread.append(token)
         if self.stop is not None:
             self.read()
@@ -35,8 +40,9 @@ class _Completion:
         self.output.token_ids += self.unread
         if self.detokenizer is not None:
             text = self.detokenizer.add(self.unread)
-            watched = self.stop is not None and self.num_tokens > self.params.min_tokens
-            self.output.text += self.stop.push(text) if watched and self.stop is not None else text
+            if self.stop is not None:
+                text = self.stop.push(text, watch=self.num_tokens > self.params.min_tokens)
+            self.output.text += text
         self.unread = []
 
     def end(self, reason: str, error: str | None = None) -> None:
@@ -44,7 +50,7 @@ class _Completion:
         output = self.output
         if self.detokenizer is not None and (self.stop is None or self.stop.matched is None):
             tail = self.detokenizer.flush()
-            output.text += self.stop.push(tail) + self.stop.flush() if self.stop is not None else tail
+            output.text += self.stop.push(tail, watch=False) + self.stop.flush() if self.stop is not None else tail
         output.finish_reason, output.error = reason, error
         if self.stop is not None and self.stop.matched is not None:
             output.stop_reason = self.stop.matched
@@ -124,6 +130,10 @@ class OutputProcessor:
         touched: dict[str, _Parent] = {}
         stopped: list[str] = []
         owners = self._owner
+        ending = {finished.request_id for finished in step.finished if finished.reason is FinishReason.STOP}
+        for name, cached in step.num_cached_tokens.items():
+            if name in owners and owners[name][1].output.index == 0:
+                owners[name][0].output.num_cached_tokens = cached
         for name, pieces in step.prompt_logprobs.items():
             if name in owners and (scores := owners[name][0].output.prompt_logprobs) is not None:
                 # Every completion scores the prompt; the first one's scores are kept.
@@ -134,7 +144,7 @@ class OutputProcessor:
             parent, completion = owners[name]
             if name in step.logprobs:
                 self._add_logprobs(completion.output, step.logprobs[name])
-            completion.take(token)
+            completion.take(token, name in ending)
             if completion.stop is not None and completion.stop.matched is not None:
                 completion.end(FinishReason.STOP)
                 del owners[name]

@@ -85,7 +85,7 @@ class Attention(CachedModule):
             qkv,
             batch.positions,
             self.table,
-            metadata.slots,
+            metadata,
             self.k_cache,
             self.v_cache,
             None if q_norm is None else q_norm.weight,

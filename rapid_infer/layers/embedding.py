@@ -81,11 +81,22 @@ class LMHead(VocabShard):
             super().__init__(ctx, vocab_size, hidden_size)
         self.scale = scale
         self.soft_cap = soft_cap
+        self._linear = ctx.op("linear")
+        self._packed: Tensor | None = None
+
+    def finalize_weights(self) -> None:
+        super().finalize_weights()
+        if self._linear.prepare is not None:
+            # A second copy: an embedding that shares the matrix, and chosen rows, need it as it was.
+            self._packed = self._linear.prepare(self.weight.data[: self.stop - self.start])
 
     def logits(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
         """hidden `[n, hidden]` -> fp32 `[n, this shard's vocabulary]`, or `[n, len(rows)]` for chosen rows."""
-        weight = self.weight[: self.stop - self.start] if rows is None else self.weight[rows]
-        scores = F.linear(hidden, weight).float()
+        if rows is not None:
+            scores = F.linear(hidden, self.weight[rows]).float()
+        else:
+            weight = self.weight[: self.stop - self.start] if self._packed is None else self._packed
+            scores = self._linear(hidden, weight).float()
         if self.scale != 1.0:
             scores = scores * self.scale
         return scores if self.soft_cap is None else self.soft_cap * torch.tanh(scores / self.soft_cap)

@@ -73,6 +73,7 @@ class Linear(nn.Module):
             self.register_parameter(leaf, nn.Parameter(empty, requires_grad=False))
         if not bias:
             self.register_parameter("bias", None)
+        self.quant.bind(self, ctx)
 
     def parts(self, leaf: str) -> tuple[Part, ...]:
         return tuple(self.out_parts)

@@ -3,6 +3,7 @@
 `bind` picks a provider when a layer is built; `table` says for every provider why it can or cannot run.
 """
 
+from rapid_infer.ops.linear import linear
 from rapid_infer.ops.paged_attention import paged_attention
 from rapid_infer.ops.registry import OPS, BoundOp, Op, OpFacts, OpResolver, load_providers, register
 from rapid_infer.ops.rms_norm import fused_add_rms_norm, rms_norm
@@ -16,6 +17,7 @@ __all__ = [
     "OpFacts",
     "OpResolver",
     "fused_add_rms_norm",
+    "linear",
     "load_providers",
     "paged_attention",
     "qk_norm_rope_kv_write",

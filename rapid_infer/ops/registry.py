@@ -43,10 +43,13 @@ Supports = Callable[[OpFacts], Sequence[str]]
 
 @dataclass(frozen=True)
 class Provider:
+    """`prepare` turns the op's prepared argument, a weight, into what `fn` wants to be given."""
+
     name: str
     priority: int
     supports: Supports
     fn: Callable[..., Any]
+    prepare: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -58,14 +61,18 @@ class Case:
 
 
 class BoundOp:
-    """The provider chosen for one layer. Calling it runs the provider and counts."""
+    """The provider chosen for one layer. Calling it runs the provider and counts.
 
-    __slots__ = ("calls", "fn", "op", "provider")
+    `prepare` is None when the provider takes weights as they are.
+    """
 
-    def __init__(self, op: str, provider: str, fn: Callable[..., Any]) -> None:
+    __slots__ = ("calls", "fn", "op", "prepare", "provider")
+
+    def __init__(self, op: str, provider: Provider) -> None:
         self.op = op
-        self.provider = provider
-        self.fn = fn
+        self.provider = provider.name
+        self.fn = provider.fn
+        self.prepare = provider.prepare
         self.calls = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -79,14 +86,23 @@ class BoundOp:
 class Op:
     """An operator: `reference` gives signature, meaning and the oracle of the generic test.
 
-    `inputs(dtype, device)` yields test cases; `mutates` names arguments that are written in place.
+    `inputs(dtype, device)` yields test cases; `mutates` names arguments that are written in place, `prepared` a weight
+    that
+    a provider may keep in a layout of its own.
     """
 
-    def __init__(self, reference: Callable[..., Any], inputs: Callable[..., Iterator[Case]], mutates: tuple[str, ...]):
+    def __init__(
+        self,
+        reference: Callable[..., Any],
+        inputs: Callable[..., Iterator[Case]],
+        mutates: tuple[str, ...] = (),
+        prepared: str | None = None,
+    ) -> None:
         self.name = reference.__name__
         self.reference = reference
         self.inputs = inputs
         self.mutates = mutates
+        self.prepared = prepared
         self.providers: dict[str, Provider] = {REFERENCE: Provider(REFERENCE, 0, lambda facts: (), reference)}
         self.__doc__ = reference.__doc__
 
@@ -109,7 +125,7 @@ class Op:
                 raise ConfigError(f"op {self.name} has no provider {name!r}; it has: {', '.join(reasons)}")
         for name in wanted or reasons:
             if not reasons[name]:
-                return BoundOp(self.name, name, self.providers[name].fn)
+                return BoundOp(self.name, self.providers[name])
         listed = "; ".join(f"{name}: {', '.join(reasons[name])}" for name in wanted or reasons)
         raise ConfigError(f"no provider of op {self.name} can run on {facts.device} in {facts.dtype}: {listed}")
 
@@ -117,18 +133,27 @@ class Op:
 OPS: dict[str, Op] = {}
 
 
-def op(*, inputs: Callable[..., Iterator[Case]], mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Op]:
+def op(
+    *, inputs: Callable[..., Iterator[Case]], mutates: tuple[str, ...] = (), prepared: str | None = None
+) -> Callable[[Callable[..., Any]], Op]:
     """Make the decorated torch function an op. Its signature is the contract of every provider."""
 
     def define(reference: Callable[..., Any]) -> Op:
-        defined = Op(reference, inputs, mutates)
+        defined = Op(reference, inputs, mutates, prepared)
         OPS[defined.name] = defined
         return defined
 
     return define
 
 
-def register(name: str, provider: str, *, priority: int, supports: Supports) -> Callable[[Any], Any]:
+def register(
+    name: str,
+    provider: str,
+    *,
+    priority: int,
+    supports: Supports,
+    prepare: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Callable[[Any], Any]:
     """Add a provider to op `name`. PluginError for an unknown op, a name in use or another signature."""
 
     def add(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,12 +163,14 @@ def register(name: str, provider: str, *, priority: int, supports: Supports) -> 
             raise PluginError(
                 f"provider {provider!r}: no op {name!r}" + (f", did you mean {near[0]!r}?" if near else "")
             )
+        if prepare is not None and target.prepared is None:
+            raise PluginError(f"provider {provider!r}: op {name} has no argument that is prepared")
         if provider in target.providers:
             raise PluginError(f"op {name} already has a provider {provider!r}")
         expected, got = (list(inspect.signature(f).parameters) for f in (target.reference, fn))
         if expected != got:
             raise PluginError(f"provider {provider!r} of op {name} takes {got}, expected {expected}")
-        target.providers[provider] = Provider(provider, priority, supports, fn)
+        target.providers[provider] = Provider(provider, priority, supports, fn, prepare)
         return fn
 
     return add

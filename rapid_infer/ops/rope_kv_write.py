@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.registry import Case, op
 from rapid_infer.ops.rms_norm import _normalize
 
@@ -29,6 +30,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
+def slots_only(slots: Tensor) -> AttentionMetadata:
+    """Metadata for tests that only write: every token is a row of its own."""
+    rows = torch.arange(len(slots), device=slots.device)
+    ones = torch.ones_like(rows, dtype=torch.int32)
+    start = torch.arange(len(slots) + 1, device=slots.device, dtype=torch.int32)
+    return AttentionMetadata(rows[:, None].int(), rows, start, ones, slots, 1, 1)
+
+
 def _inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
     def rand(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device).to(dtype)
@@ -37,13 +46,14 @@ def _inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
     for heads, kv_heads, dim, rotary, norm, interleaved in styles:
         tokens, blocks, size = 9, 5, 4
         slots = torch.randperm(blocks * size, device=device)[:tokens]
+        metadata = slots_only(slots)
         angle = torch.rand(64, rotary // 2, device=device)
         yield Case(
             {
                 "qkv": rand(tokens, (heads + 2 * kv_heads) * dim),
                 "positions": torch.randint(64, (tokens,), device=device),
                 "cos_sin": torch.cat((angle.cos(), angle.sin()), -1) if rotary else None,
-                "slots": slots,
+                "metadata": metadata,
                 "k_cache": rand(blocks, size, kv_heads, dim),
                 "v_cache": rand(blocks, size, kv_heads, dim),
                 "q_weight": rand(dim) if norm else None,
@@ -60,7 +70,7 @@ def qk_norm_rope_kv_write(
     qkv: Tensor,
     positions: Tensor,
     cos_sin: Tensor | None,
-    slots: Tensor,
+    metadata: AttentionMetadata,
     k_cache: Tensor,
     v_cache: Tensor,
     q_weight: Tensor | None,
@@ -74,7 +84,7 @@ def qk_norm_rope_kv_write(
     positions  `[tokens]` int64
     cos_sin    `[positions, rotary_dim]` fp32, cosines in the first half; None: no rotation. rotary_dim may be below
                head_dim
-    slots      `[tokens]` int64, `block * block_size + offset`, all different but for padding
+    metadata   its `slots` say where each token's key and value go
     k_cache, v_cache  `[blocks, block_size, kv_heads, head_dim]`, written in place
     returns q  `[tokens, heads, head_dim]` in qkv's dtype; kv_heads and head_dim are those of the cache
     """
@@ -88,6 +98,6 @@ def qk_norm_rope_kv_write(
     if cos_sin is not None:
         cos, sin = cos_sin[positions].chunk(2, dim=-1)
         q, k = rotate(q, cos, sin, interleaved), rotate(k, cos, sin, interleaved)
-    k_cache.view(-1, kv_heads, dim)[slots] = k.to(k_cache.dtype)
-    v_cache.view(-1, kv_heads, dim)[slots] = v.to(v_cache.dtype)
+    k_cache.view(-1, kv_heads, dim)[metadata.slots] = k.to(k_cache.dtype)
+    v_cache.view(-1, kv_heads, dim)[metadata.slots] = v.to(v_cache.dtype)
     return q

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rapid_infer.errors import ConfigError
+from rapid_infer.ops.registry import BoundOp
 from rapid_infer.registry import EntryPointTable
 
 
@@ -33,11 +34,21 @@ class ParamSpec:
         return tuple(sizes[dim] for dim in sorted(d for d in sizes if d is not None))
 
 
+class OpContext(Protocol):
+    """The part of a BuildContext that a method needs."""
+
+    def op(self, name: str, **facts: Any) -> BoundOp: ...
+
+
 class QuantMethod(Protocol):
     """How one linear layer stores and applies its weight."""
 
     def params(self, dtype: torch.dtype) -> Mapping[str, ParamSpec]:
         """The parameters by leaf name ("weight", "weight_scale_inv", ...); `dtype` is that of activations."""
+        ...
+
+    def bind(self, layer: nn.Module, ctx: OpContext) -> None:
+        """Choose the operators this layer will call; the parameters exist, still without values."""
         ...
 
     def apply(self, layer: nn.Module, x: Tensor) -> Tensor:

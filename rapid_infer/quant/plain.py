@@ -5,23 +5,34 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rapid_infer.quant.method import ParamSpec, QuantMethod
+from rapid_infer.ops.registry import BoundOp
+from rapid_infer.quant.method import OpContext, ParamSpec, QuantMethod
 
 
 class PlainMethod:
-    """weight `[out, in]` in bf16, fp16 or fp32."""
+    """weight `[out, in]` in bf16, fp16 or fp32, kept in the layout that the chosen provider of `linear` wants."""
+
+    linear: BoundOp
+    operand: Tensor
 
     def params(self, dtype: torch.dtype) -> Mapping[str, ParamSpec]:
         return {"weight": ParamSpec(dtype)}
 
+    def bind(self, layer: nn.Module, ctx: OpContext) -> None:
+        self.linear = ctx.op("linear")
+        self.operand = layer.get_parameter("weight")
+
     def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
-        return F.linear(x, layer.weight)  # type: ignore[arg-type]
+        return self.linear(x, self.operand)
 
     def finalize(self, layer: nn.Module) -> None:
-        pass
+        if self.linear.prepare is not None:
+            weight = layer.get_parameter("weight")
+            self.operand = self.linear.prepare(weight.data)
+            # The packed copy replaces the parameter: both would take twice the memory.
+            weight.data = torch.empty(0, dtype=weight.dtype)
 
 
 class PlainScheme:

@@ -19,15 +19,22 @@ class StopStrings:
         self._held = ""
         self.matched: str | None = None
 
-    def push(self, text: str) -> str:
+    def push(self, text: str, watch: bool = True) -> str:
         """Take the next piece; returns what may be shown.
 
-        After a match, `matched` says which, and nothing more comes.
+        After a match, `matched` says which, and nothing more comes. Without `watch`, what is complete within this
+        piece does not count; what only begins in it does.
         """
         if self.matched is not None:
             return ""
+        before = len(self._held)
         self._held += text
-        found = [(at + len(stop), -len(stop), stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        found = []
+        for stop in self._stops if watch else ():
+            # Only what ends in the new piece: anything earlier was not to be watched.
+            at = self._held.find(stop, max(before - len(stop) + 1, 0))
+            if at >= 0:
+                found.append((at + len(stop), -len(stop), stop))
         if found:
             end, _, stop = min(found)
             self.matched = stop

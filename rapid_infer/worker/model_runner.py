@@ -178,7 +178,7 @@ class ModelRunner:
             none = inputs.seq_lens[:0]
             return Results(none, none.bool(), None, prompt)
         raw = logits = self.model.head.logits(hidden.sampled)
-        state = table.sampling.take(rows)
+        state = table.sampling.take(rows) if features.random or features.processed else table.sampling
         broken = None
         if features.processed:
             broken = ~torch.isfinite(raw.amax(dim=-1))

@@ -42,7 +42,7 @@ class TokenState:
                 arrays += [group.rows, group.columns, group.ids]
             arrays.append(lists.bias_values)
         if masks is not None:
-            arrays += [masks.rows, masks.bits]
+            arrays += [masks.rows, masks.bits.ravel()]
         return arrays
 
     def clear(self, rows: Tensor) -> None:
@@ -107,8 +107,10 @@ class TokenState:
 
     def _forbid_stop(self, logits: Tensor, rows: Tensor, early: Tensor) -> Tensor:
         ids = self.stop_ids[rows]
-        hidden = torch.where((ids >= 0) & early.unsqueeze(1), -math.inf, math.inf)
-        masked = logits.scatter_reduce(1, ids.clamp(min=0), hidden, "amin")
+        # A checkpoint may name a stop token outside its vocabulary: it cannot be chosen anyway.
+        known = (ids >= 0) & (ids < logits.shape[1])
+        hidden = torch.where(known & early.unsqueeze(1), -math.inf, math.inf)
+        masked = logits.scatter_reduce(1, ids.where(known, 0), hidden, "amin")
         # A mask may allow nothing but stop tokens: then it wins over the minimum length.
         empty = masked.amax(dim=-1, keepdim=True) == -math.inf
         return torch.where(empty, logits, masked)

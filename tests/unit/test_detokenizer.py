@@ -115,3 +115,64 @@ def test_spaces_of_a_sentencepiece_style_tokenizer(metaspace: Any, words: list[s
         detokenizer = Detokenizer(metaspace)
         shown = "".join(detokenizer.add(piece) for piece in cuts(ids, random.Random(seed)))
         assert shown + detokenizer.flush() == metaspace.decode(ids)
+
+
+def stream(backend: Any, prompt: list[int], ids: list[int], **options: Any) -> str:
+    detokenizer = Detokenizer(backend, prompt, **options)
+    return "".join(detokenizer.add([token]) for token in ids) + detokenizer.flush()
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_prompt_cut_anywhere_is_continued_by_the_characters_it_does_not_have(backend: Any, text: str) -> None:
+    ids = backend.encode(text * 2).ids
+    for at in range(len(ids) + 1):
+        whole = backend.decode(ids[:at]).rstrip("�")
+        assert stream(backend, ids[:at], ids[at:]) == (text * 2)[len(whole) :]
+
+
+def test_a_long_prompt_of_byte_tokens_is_continued(metaspace: Any) -> None:
+    text = "汉字é☃👍漢"
+    ids = [metaspace.token_to_id(f"<0x{byte:02X}>") for byte in text.encode()]
+    for at in range(len(ids) + 1):
+        whole = text.encode()[:at].decode(errors="ignore")
+        assert stream(metaspace, ids[:at], ids[at:]) == text[len(whole) :]
+
+
+def test_a_space_between_prompt_and_text_belongs_to_the_text(metaspace: Any) -> None:
+    plain, words = (metaspace.token_to_id(word) for word in ("▁plain", "▁words"))
+    assert stream(metaspace, [], [plain, words]) == "plain words"
+    assert stream(metaspace, [plain], [words]) == " words"
+    assert stream(metaspace, [plain] * 20, [words, plain]) == " words plain"
+
+
+def test_bytes_that_fit_no_character_spoil_neither_the_text_before_nor_after(metaspace: Any) -> None:
+    good, broken = "é☃".encode(), [0xE2, 0xFF, 0x98]
+    word = metaspace.token_to_id("▁plain")
+    rng = random.Random(1)
+    for _ in range(50):
+        run = [*good, *rng.choices([*broken, 0x41], k=rng.randint(1, 4)), *good[: rng.randint(0, 5)]]
+        ids = [word, *(metaspace.token_to_id(f"<0x{byte:02X}>") for byte in run), word]
+        shown = stream(metaspace, [], ids)
+        assert shown.startswith("plainé☃")
+        assert shown.endswith(" plain")
+    cut = [metaspace.token_to_id(f"<0x{byte:02X}>") for byte in [*good, 0xE2]]
+    assert stream(metaspace, [], cut) == "é☃�"
+
+
+def test_a_prompt_that_ends_inside_a_character_nobody_finishes(backend: Any) -> None:
+    snowman = backend.encode("☃").ids
+    assert stream(backend, snowman[:1], []) == ""
+    assert stream(backend, snowman[:1], snowman[1:2]) == "�"
+    assert stream(backend, snowman[:2], snowman[2:]) == "☃"
+
+
+def test_special_tokens_are_text_when_asked_for(backend: Any) -> None:
+    end = backend.token_to_id("<end>")
+    ids = [*backend.encode("a b").ids, end, *backend.encode("c").ids]
+    assert stream(backend, [], ids) == "a bc"
+    assert stream(backend, [], ids, skip_special_tokens=False) == "a b<end>c"
+
+
+def test_ids_the_tokenizer_does_not_know_are_no_text(backend: Any) -> None:
+    ids = backend.encode("a b").ids
+    assert stream(backend, [10**6], [10**6, *ids, 10**6]) == "a b"

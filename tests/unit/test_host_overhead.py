@@ -63,6 +63,7 @@ class StubExecutor:
             block_size=BLOCK_SIZE,
             num_groups=1,
             queue_depth=queue_depth,
+            vocab_size=VOCAB,
         )
 
     def launch(self, plan: StepPlan) -> StepHandle:

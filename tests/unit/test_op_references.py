@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rapid_infer.ops import fused_add_rms_norm, paged_attention, qk_norm_rope_kv_write, rms_norm, silu_and_mul
 from rapid_infer.ops.paged_attention import make_metadata
-from rapid_infer.ops.rope_kv_write import rotate
+from rapid_infer.ops.rope_kv_write import rotate, slots_only
 
 HEADS, KV_HEADS, DIM, SIZE = 4, 2, 8, 4
 
@@ -139,7 +139,7 @@ def test_keys_and_values_go_to_their_slots_and_nowhere_else() -> None:
     table = torch.cat((angle.cos(), angle.sin()), -1)
     k_weight = torch.randn(DIM)
     k_cache, v_cache = (torch.zeros(blocks, SIZE, KV_HEADS, DIM) for _ in range(2))
-    q = qk_norm_rope_kv_write(qkv, positions, table, slots, k_cache, v_cache, None, k_weight, 1e-6, False)
+    q = qk_norm_rope_kv_write(qkv, positions, table, slots_only(slots), k_cache, v_cache, None, k_weight, 1e-6, False)
     heads = qkv.view(tokens, -1, DIM)
     cos, sin = angle.cos()[positions], angle.sin()[positions]
     torch.testing.assert_close(q, rotate(heads[:, :HEADS], cos, sin, False))

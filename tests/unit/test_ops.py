@@ -39,6 +39,9 @@ def copy(value: Any) -> Any:
 def check(defined: Op, provider: str, case: Case, dtype: torch.dtype) -> None:
     expected_args = {name: widen(value) for name, value in case.kwargs.items()}
     got_args = {name: copy(value) for name, value in case.kwargs.items()}
+    if (prepare := defined.providers[provider].prepare) is not None:
+        assert defined.prepared is not None
+        got_args[defined.prepared] = prepare(got_args[defined.prepared])
     expected = defined.reference(**expected_args)
     got = defined.providers[provider].fn(**got_args)
     pairs = [(expected_args[name], got_args[name]) for name in defined.mutates]

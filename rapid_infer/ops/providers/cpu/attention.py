@@ -1,40 +1,109 @@
-"""CPU providers where the reference is slow."""
+"""Paged attention over gathered keys: decode rows together, by length, longer queries one row at a time."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.providers.cpu.facts import not_on_cpu
 from rapid_infer.ops.registry import OpFacts, register
 
 
-def _plain_attention_on_cpu(facts: OpFacts) -> Sequence[str]:
-    reasons = [] if facts.device == "cpu" else [f"runs on cpu, not {facts.device}"]
-    return reasons + [
-        f"has no {name}" for name in ("window", "soft_cap", "sinks", "return_lse") if facts.extra.get(name)
-    ]
+def _cannot(facts: OpFacts) -> Sequence[str]:
+    unsupported = (name for name in ("window", "soft_cap", "sinks", "return_lse") if facts.extra.get(name))
+    return not_on_cpu(facts) + [f"has no {name}" for name in unsupported]
 
 
-def _row_plan(metadata: AttentionMetadata, block_size: int) -> list[tuple[int, int, int, Tensor]]:
-    """(first token, one past the last, keys, blocks) of every row, read from the tensors once a step."""
-    plan = metadata.plans.get("cpu")
+@dataclass(frozen=True)
+class _Decode:
+    """Rows of one token each and of like length: their indices, and `[rows * longest]` slots of their keys.
+
+    `run`: the slots of a single row that lie one after another, which need no copy. `hidden` `[rows, 1, 1, longest]` is
+    minus
+    infinity beyond a row's length; None when all are equally long.
+    """
+
+    rows: Tensor
+    slots: Tensor
+    run: slice | None
+    hidden: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """One row with several tokens, `start .. stop` of the step, and the `[keys]` slots of its keys."""
+
+    start: int
+    stop: int
+    slots: Tensor
+    visible: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    decode: list[_Decode]
+    chunks: list[_Chunk]
+
+
+def _plan(metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> _Plan:
+    """Made once a step: lengths are read from the tensors here and nowhere else."""
+    plan = metadata.plans.get("cpu attention")
     if plan is None:
         starts, lengths = metadata.query_start.tolist(), metadata.seq_lens.tolist()
-        tables = metadata.block_table[metadata.rows, : math.ceil(max(lengths) / block_size)]
-        plan = [
-            (start, stop, n, table[: math.ceil(n / block_size)])
-            for start, stop, n, table in zip(starts, starts[1:], lengths, tables)
-        ]
-        metadata.plans["cpu"] = plan
+        single = sum(1 for a, b in pairwise(starts) if b - a == 1)
+        buckets: dict[int, list[int]] = {}
+        for row in range(single):
+            # By powers of two, so that a short row is never padded to more than twice its length.
+            buckets.setdefault(lengths[row].bit_length(), []).append(row)
+        decode = [_decode(metadata, rows, lengths, block_size, dtype) for rows in buckets.values()]
+        chunks = []
+        for row in range(single, len(lengths)):
+            start, stop, n = starts[row], starts[row + 1], lengths[row]
+            slots = _slots(metadata, metadata.rows[row : row + 1], n, block_size).view(-1)
+            visible = None
+            if n > stop - start:
+                visible = torch.ones(stop - start, n, dtype=torch.bool).tril_(n - (stop - start))
+            chunks.append(_Chunk(start, stop, slots, visible))
+        plan = metadata.plans["cpu attention"] = _Plan(decode, chunks)
     return plan
 
 
-@register("paged_attention", "cpu", priority=10, supports=_plain_attention_on_cpu)
+def _decode(
+    metadata: AttentionMetadata, rows: list[int], lengths: list[int], block_size: int, dtype: torch.dtype
+) -> _Decode:
+    longest = max(lengths[row] for row in rows)
+    index = torch.tensor(rows)
+    slots = _slots(metadata, metadata.rows[index], longest, block_size)
+    hidden = None
+    if any(lengths[row] != longest for row in rows):
+        beyond = torch.arange(longest) >= metadata.seq_lens[index].unsqueeze(1)
+        # Padding reads the row's own first key: never a slot that nobody has written.
+        slots = torch.where(beyond, slots[:, :1], slots)
+        hidden = torch.zeros(beyond.shape, dtype=dtype).masked_fill_(beyond, -math.inf)[:, None, None]
+    return _Decode(index, slots.reshape(-1), _run(slots) if len(rows) == 1 else None, hidden)
+
+
+def _run(slots: Tensor) -> slice | None:
+    first, last = int(slots[0, 0]), int(slots[0, -1])
+    consecutive = last - first == slots.shape[1] - 1 and bool((slots[0].diff() == 1).all())
+    return slice(first, last + 1) if consecutive else None
+
+
+def _slots(metadata: AttentionMetadata, table_rows: Tensor, length: int, block_size: int) -> Tensor:
+    """`[rows, length]` slots of the first `length` tokens of each row."""
+    position = torch.arange(length)
+    blocks = metadata.block_table[table_rows][:, position // block_size].long()
+    return blocks * block_size + position % block_size
+
+
+@register("paged_attention", "cpu", priority=10, supports=_cannot)
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -46,31 +115,47 @@ def paged_attention(
     sinks: Tensor | None,
     return_lse: bool,
 ) -> Tensor:
-    """Gathers each row's pages once and folds the query heads of a group into the query axis.
-
-    The fold replaces grouped-query SDPA, which is several times slower on a CPU, and repeated keys, which cost a copy.
-    """
+    """Folds the query heads of a group into the query axis: grouped-query SDPA is several times slower on a CPU."""
     kv_heads, dim = k_cache.shape[-2:]
     group = q.shape[1] // kv_heads
-    out = torch.empty_like(q)
-    for start, stop, n, blocks in _row_plan(metadata, k_cache.shape[1]):
+    plan = _plan(metadata, k_cache.shape[1], q.dtype)
+    flat_k, flat_v = (cache.view(-1, kv_heads * dim) for cache in (k_cache, v_cache))
+    out = torch.empty_like(q) if len(plan.decode) + len(plan.chunks) > 1 else None
+    for part in plan.decode:
+        rows = len(part.rows)
         keys, values = (
-            cache.index_select(0, blocks).view(-1, kv_heads, dim)[:n].transpose(0, 1) for cache in (k_cache, v_cache)
+            (flat[part.run] if part.run is not None else flat.index_select(0, part.slots))
+            .view(rows, -1, kv_heads, dim)
+            .transpose(1, 2)
+            for flat in (flat_k, flat_v)
         )
-        queries = q[start:stop]
-        if stop - start == 1:
-            folded = queries.view(kv_heads, group, dim)
-            scores = torch.bmm(folded, keys.transpose(1, 2)).float().mul_(scale)
-            weights = torch.softmax(scores, dim=-1).to(values.dtype)
-            out[start] = torch.bmm(weights, values).view(-1, dim)
-            continue
-        mask = None
-        if n > stop - start:
-            mask = torch.ones(stop - start, n, dtype=torch.bool).tril_(n - (stop - start))
-        heads_first = queries.transpose(0, 1).unsqueeze(0)
-        keys, values = (x.repeat_interleave(group, dim=0).unsqueeze(0) for x in (keys, values))
+        queries = q if out is None else q[part.rows]
         attended = F.scaled_dot_product_attention(
-            heads_first, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale
+            queries.reshape(rows, kv_heads, group, dim), keys, values, attn_mask=part.hidden, scale=scale
+        ).reshape(rows, -1, dim)
+        if out is None:
+            return attended
+        out[part.rows] = attended
+    for chunk in plan.chunks:
+        keys, values = (
+            flat.index_select(0, chunk.slots)
+            .view(-1, kv_heads, dim)
+            .transpose(0, 1)
+            .repeat_interleave(group, dim=0)
+            .unsqueeze(0)
+            for flat in (flat_k, flat_v)
         )
-        out[start:stop] = attended.squeeze(0).transpose(0, 1)
+        attended = F.scaled_dot_product_attention(
+            q[chunk.start : chunk.stop].transpose(0, 1).unsqueeze(0),
+            keys,
+            values,
+            attn_mask=chunk.visible,
+            is_causal=chunk.visible is None,
+            scale=scale,
+        )
+        tokens_first = attended.squeeze(0).transpose(0, 1)
+        if out is None:
+            return tokens_first
+        out[chunk.start : chunk.stop] = tokens_first
+    assert out is not None
     return out

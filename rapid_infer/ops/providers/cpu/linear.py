@@ -1,0 +1,32 @@
+"""oneDNN matrix products with the weight packed once: about twice as fast as torch.mm for few tokens in bf16."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rapid_infer.ops.providers.cpu.facts import not_on_cpu
+from rapid_infer.ops.registry import OpFacts, register
+
+
+def _cannot(facts: OpFacts) -> Sequence[str]:
+    reasons = not_on_cpu(facts)
+    if facts.dtype is not torch.bfloat16:
+        # Packing gains nothing in fp32, and fp16 has no fast arithmetic on CPUs.
+        reasons.append(f"packs bfloat16, not {str(facts.dtype).removeprefix('torch.')}")
+    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        reasons.append("this CPU or torch build has no oneDNN bfloat16")
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        reasons.append(f"torch {torch.__version__} has no packed linear")
+    return reasons
+
+
+def _pack(weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+
+
+@register("linear", "onednn", priority=10, supports=_cannot, prepare=_pack)
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")

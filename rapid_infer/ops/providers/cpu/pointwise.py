@@ -1,0 +1,84 @@
+"""Norms, activation and RoPE in as few torch calls as possible; each call costs about a microsecond, whatever it
+computes.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.providers.cpu.facts import not_on_cpu
+from rapid_infer.ops.registry import register
+from rapid_infer.ops.rope_kv_write import qk_norm_rope_kv_write as reference
+
+FEW_ROWS = 8
+
+
+def _normalize(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if x.numel() > FEW_ROWS * x.shape[-1]:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    # [x, -x] has mean zero, so its layer norm, which is one kernel on a CPU, is the RMS norm of x; torch's own RMS
+    # norm is six.
+    doubled = F.layer_norm(torch.cat((x, -x), dim=-1), (2 * x.shape[-1],), None, None, eps)
+    return doubled[..., : x.shape[-1]] * weight
+
+
+@register("rms_norm", "cpu", priority=10, supports=not_on_cpu)
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _normalize(x, weight, eps)
+
+
+@register("fused_add_rms_norm", "cpu", priority=10, supports=not_on_cpu)
+def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    residual = x + residual
+    return _normalize(residual, weight, eps), residual
+
+
+@register("silu_and_mul", "cpu", priority=10, supports=not_on_cpu)
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    half = gate_up.shape[-1] // 2
+    return F.silu(gate_up[..., :half]).mul_(gate_up[..., half:])
+
+
+def _angles(
+    positions: Tensor, cos_sin: Tensor, metadata: AttentionMetadata, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines `[tokens, 1, rotary_dim]` of the step, looked up in its first layer."""
+    key = f"cpu rope {cos_sin.data_ptr()} {dtype}"
+    found = metadata.plans.get(key)
+    if found is None:
+        cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+        found = torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
+        metadata.plans[key] = found
+    return found
+
+
+@register("qk_norm_rope_kv_write", "cpu", priority=10, supports=not_on_cpu)
+def qk_norm_rope_kv_write(
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor | None,
+    metadata: AttentionMetadata,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    interleaved: bool,
+) -> Tensor:
+    """Rotates q and k together: `x * cos + swap(x) * sin`, where swap exchanges the halves of a head."""
+    kv_heads, dim = k_cache.shape[-2:]
+    if interleaved or cos_sin is None or cos_sin.shape[-1] != dim or qkv.dtype == torch.float16:
+        return reference(qkv, positions, cos_sin, metadata, k_cache, v_cache, q_weight, k_weight, eps, interleaved)
+    heads = qkv.shape[-1] // dim - 2 * kv_heads
+    states = qkv.view(len(qkv), -1, dim)
+    qk = states[:, : heads + kv_heads]
+    if q_weight is not None and k_weight is not None:
+        qk = torch.cat((_normalize(qk[:, :heads], q_weight, eps), _normalize(qk[:, heads:], k_weight, eps)), dim=1)
+    cos, sin = _angles(positions, cos_sin, metadata, qkv.dtype)
+    rotated = (qk * cos).addcmul_(qk.roll(dim // 2, dims=-1), sin)
+    k_cache.view(-1, kv_heads, dim).index_copy_(0, metadata.slots, rotated[:, heads:])
+    v_cache.view(-1, kv_heads, dim).index_copy_(0, metadata.slots, states[:, heads + kv_heads :])
+    return rotated[:, :heads]

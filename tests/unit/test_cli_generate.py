@@ -1,0 +1,134 @@
+"""`rapid-infer generate`: how options meet the model's own defaults, and what the JSON report holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tiny_chat import Run, make_chat_model, make_run
+
+from rapid_infer.cli.generate import MAX_TOKENS
+from rapid_infer.cli.options import sampling_params
+from rapid_infer.params import SamplingParams, defaults_of
+
+CPU = ("--device", "cpu", "--dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_chat_model(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def careful(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same weights; its authors recommend short greedy answers."""
+    generation = {"do_sample": False, "temperature": 0.9, "max_new_tokens": 5}
+    return make_chat_model(tmp_path_factory.mktemp("careful"), generation=generation)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    return make_run(capsys)
+
+
+def completions(run: Run, model: str, *args: str, prompt: str = "Hello") -> list[dict[str, Any]]:
+    code, out, err = run("generate", model, "-p", prompt, "--json", *CPU, *args)
+    assert code == 0, err
+    (result,) = json.loads(out)["results"]
+    return result["outputs"]
+
+
+def tokens(run: Run, model: str, *args: str) -> list[int]:
+    return completions(run, model, *args)[0]["token_ids"]
+
+
+def test_what_is_not_given_comes_from_the_model(run: Run, model: str, careful: str) -> None:
+    greedy = tokens(run, model, "--greedy", "--max-tokens", "5")
+    assert tokens(run, careful) == greedy
+    assert len(tokens(run, careful, "--max-tokens", "7")) == 7
+    assert tokens(run, careful, "--max-tokens", "7")[:5] == greedy
+    varied = tokens(run, careful, "--temperature", "2", "--seed", "1")
+    assert len(varied) == 5
+    assert varied != greedy
+    assert tokens(run, careful, "--temperature", "2", "--greedy") == greedy
+
+
+def test_without_a_recommendation_it_is_256_tokens_at_temperature_1() -> None:
+    def defaults(**generation: Any) -> SamplingParams:
+        engine: Any = SimpleNamespace(
+            checkpoint=SimpleNamespace(generation=generation),
+            default_sampling_params=lambda **changes: SamplingParams.from_dict({**defaults_of(generation), **changes}),
+        )
+        return sampling_params(engine, {}, MAX_TOKENS)
+
+    assert defaults() == SamplingParams(max_tokens=256)
+    assert defaults(top_k=20) == SamplingParams(max_tokens=256, top_k=20)
+    assert defaults(max_new_tokens=7) == SamplingParams(max_tokens=7)
+
+
+def test_every_sampling_option_has_its_effect(run: Run, model: str) -> None:
+    short = ("--seed", "1", "--max-tokens", "24")
+    greedy = tokens(run, model, *short, "--greedy")
+    for narrow in (["--min-p", "1"], ["--top-k", "1"], ["--top-p", "0.0001"]):
+        assert tokens(run, model, *short, *narrow) == greedy
+    for penalty in (["--repetition-penalty", "1000"], ["--presence-penalty", "2"], ["--frequency-penalty", "2"]):
+        assert tokens(run, model, *short, "--greedy", *penalty) != greedy
+
+
+def test_stop_texts_end_the_text_and_are_named(run: Run, model: str) -> None:
+    whole = completions(run, model, "--greedy", "--max-tokens", "40")[0]
+    readable = [i for i, token in enumerate(whole["token_ids"]) if 32 < token < 127]
+    character = chr(whole["token_ids"][readable[0]])
+    assert whole["stop_reason"] is None
+
+    cut = completions(run, model, "--greedy", "--max-tokens", "40", "--stop", "not there", "--stop", character)[0]
+    assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", character)
+    assert cut["text"] == whole["text"].partition(character)[0]
+    least = ("--min-tokens", str(len(cut["token_ids"]) + 1))
+    later = completions(run, model, "--greedy", "--max-tokens", "40", "--stop", character, *least)[0]
+    assert len(later["token_ids"]) > len(cut["token_ids"])
+
+
+def test_log_probabilities_are_in_the_report(run: Run, model: str) -> None:
+    found = completions(run, model, "--logprobs", "3", "-n", "2", "--max-tokens", "6", "--seed", "5")
+    assert len(found) == 2
+    for completion in found:
+        rows = completion["logprobs"]
+        assert [row["token_id"] for row in rows] == completion["token_ids"]
+        assert sum(row["logprob"] for row in rows) == pytest.approx(completion["cumulative_logprob"])
+        for row in rows:
+            assert set(row) == {"token_id", "token", "logprob", "rank", "top"}
+            assert [entry["rank"] for entry in row["top"]] == [1, 2, 3]
+            likeliest = [entry["logprob"] for entry in row["top"]]
+            assert likeliest == sorted(likeliest, reverse=True)
+            assert (row["rank"] <= 3) == (row["token_id"] in [entry["token_id"] for entry in row["top"]])
+    assert any(row["rank"] > 3 for completion in found for row in completion["logprobs"])
+    alone = completions(run, model, "--logprobs", "0", "--max-tokens", "2", "--greedy")[0]
+    assert [(row["rank"], row["top"]) for row in alone["logprobs"]] == [(1, []), (1, [])]
+    assert "logprobs" not in completions(run, model, "--max-tokens", "2")[0]
+
+
+def test_chat_and_text_on_standard_output(run: Run, model: str) -> None:
+    code, out, err = run("generate", model, "-p", "Hello", "--chat", "--greedy", "--max-tokens", "4", *CPU)
+    answer = completions(run, model, "--chat", "--greedy", "--max-tokens", "4")[0]["text"]
+    assert (code, out) == (0, f"{answer}\n")
+    assert err.startswith("4 tokens in ")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--top-p", "7"], "top_p must be a number in (0, 1], got 7.0"),
+        (["--min-tokens", "9", "--max-tokens", "3"], "min_tokens=9 is more than max_tokens=3"),
+        (["--stop", ""], "stop must be a text or a list of non-empty texts"),
+        (["--logprobs", "99", "--json"], "logprobs must be an integer from 0 to 20"),
+        (["--logprobs", "2"], "add --json"),
+    ],
+)
+def test_mistakes_show_before_a_model_is_loaded(run: Run, tmp_path: Path, args: list[str], message: str) -> None:
+    code, out, err = run("generate", str(tmp_path / "absent"), "-p", "Hello", *args)
+    assert (code, out) == (2, "")
+    assert message in err
