@@ -30,4 +30,4 @@ class AttentionMetadata:
     slots: Tensor
     max_query_len: int
     max_seq_len: int
-    plans: dict[str, Any] = field(default_factory=dict)
+    plans: dict[Any, Any] = field(default_factory=dict)

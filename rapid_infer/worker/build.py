@@ -50,6 +50,7 @@ def build_model(cls: Any, checkpoint: Checkpoint, config: EngineConfig, device: 
     with torch.device(device), torch.no_grad():
         model = cls(model_config, ctx)
     _check_names(model)
+    _shorten_lookups(model)
     return BuiltModel(model.eval(), model_config, ops)
 
 
@@ -61,6 +62,16 @@ def _check_names(model: nn.Module) -> None:
                 f"{type(model).__name__}: the layer at {name!r} was built with the context of {module.ctx_name!r}; "
                 f"pass ctx.sub(...) with the attribute's own name"
             )
+
+
+def _shorten_lookups(model: nn.Module) -> None:
+    """Put submodules and parameters where Python looks first: `nn.Module.__getattr__` comes last and costs far more.
+
+    Assigning one later still works: `nn.Module.__setattr__` removes the shortcut.
+    """
+    for module in model.modules():
+        module.__dict__.update(module._modules)
+        module.__dict__.update(module._parameters)
 
 
 def load(built: BuiltModel, checkpoint: Checkpoint, config: EngineConfig) -> None:

@@ -48,8 +48,11 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class _Plan:
+    """`single`: the slots of the only row of the step, when it has one token and its keys lie one after another."""
+
     decode: list[_Decode]
     chunks: list[_Chunk]
+    single: slice | None
 
 
 def _plan(metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> _Plan:
@@ -71,7 +74,8 @@ def _plan(metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> _
             if n > stop - start:
                 visible = torch.ones(stop - start, n, dtype=torch.bool).tril_(n - (stop - start))
             chunks.append(_Chunk(start, stop, slots, visible))
-        plan = metadata.plans["cpu attention"] = _Plan(decode, chunks)
+        single = decode[0].run if len(decode) == 1 and not chunks else None
+        plan = metadata.plans["cpu attention"] = _Plan(decode, chunks, single)
     return plan
 
 
@@ -103,6 +107,21 @@ def _slots(metadata: AttentionMetadata, table_rows: Tensor, length: int, block_s
     return blocks * block_size + position % block_size
 
 
+def _attend_run(q: Tensor, k_cache: Tensor, v_cache: Tensor, run: slice, scale: float) -> Tensor:
+    """One token, its keys read where they are.
+
+    KV heads stand on the batch axis, so that the result needs no reordering.
+    """
+    kv_heads, dim = k_cache.shape[-2:]
+    shape, strides = (kv_heads, 1, run.stop - run.start, dim), (dim, dim, kv_heads * dim, 1)
+    keys, values = (
+        cache.as_strided(shape, strides, cache.storage_offset() + run.start * kv_heads * dim)
+        for cache in (k_cache, v_cache)
+    )
+    attended = F.scaled_dot_product_attention(q.view(kv_heads, 1, -1, dim), keys, values, scale=scale)
+    return attended.view(1, -1, dim)
+
+
 @register("paged_attention", "cpu", priority=10, supports=_cannot)
 def paged_attention(
     q: Tensor,
@@ -119,15 +138,14 @@ def paged_attention(
     kv_heads, dim = k_cache.shape[-2:]
     group = q.shape[1] // kv_heads
     plan = _plan(metadata, k_cache.shape[1], q.dtype)
+    if plan.single is not None:
+        return _attend_run(q, k_cache, v_cache, plan.single, scale)
     flat_k, flat_v = (cache.view(-1, kv_heads * dim) for cache in (k_cache, v_cache))
     out = torch.empty_like(q) if len(plan.decode) + len(plan.chunks) > 1 else None
     for part in plan.decode:
         rows = len(part.rows)
         keys, values = (
-            (flat[part.run] if part.run is not None else flat.index_select(0, part.slots))
-            .view(rows, -1, kv_heads, dim)
-            .transpose(1, 2)
-            for flat in (flat_k, flat_v)
+            flat.index_select(0, part.slots).view(rows, -1, kv_heads, dim).transpose(1, 2) for flat in (flat_k, flat_v)
         )
         queries = q if out is None else q[part.rows]
         attended = F.scaled_dot_product_attention(

@@ -18,9 +18,13 @@ def _cannot(facts: OpFacts) -> Sequence[str]:
         reasons.append(f"packs bfloat16, not {str(facts.dtype).removeprefix('torch.')}")
     if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         reasons.append("this CPU or torch build has no oneDNN bfloat16")
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    if _linear_pointwise is None:
         reasons.append(f"torch {torch.__version__} has no packed linear")
     return reasons
+
+
+# The overload itself: finding it again costs more than a microsecond a call.
+_linear_pointwise = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
 
 
 def _pack(weight: Tensor) -> Tensor:
@@ -29,4 +33,4 @@ def _pack(weight: Tensor) -> Tensor:
 
 @register("linear", "onednn", priority=10, supports=_cannot, prepare=_pack)
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return _linear_pointwise(x, weight, None, "none", [], "")

@@ -17,12 +17,13 @@ FEW_ROWS = 8
 
 
 def _normalize(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if x.numel() > FEW_ROWS * x.shape[-1]:
-        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    size = x.shape[-1]
+    if x.numel() > FEW_ROWS * size:
+        return torch.rms_norm(x, (size,), weight, eps)
     # [x, -x] has mean zero, so its layer norm, which is one kernel on a CPU, is the RMS norm of x; torch's own RMS
     # norm is six.
-    doubled = F.layer_norm(torch.cat((x, -x), dim=-1), (2 * x.shape[-1],), None, None, eps)
-    return doubled[..., : x.shape[-1]] * weight
+    doubled = torch.layer_norm(torch.cat((x, -x), -1), (2 * size,), None, None, eps, False)
+    return doubled.narrow(-1, 0, size).mul_(weight)
 
 
 @register("rms_norm", "cpu", priority=10, supports=not_on_cpu)
@@ -38,15 +39,15 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
 
 @register("silu_and_mul", "cpu", priority=10, supports=not_on_cpu)
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    half = gate_up.shape[-1] // 2
-    return F.silu(gate_up[..., :half]).mul_(gate_up[..., half:])
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate).mul_(up)
 
 
 def _angles(
     positions: Tensor, cos_sin: Tensor, metadata: AttentionMetadata, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Cosines and signed sines `[tokens, 1, rotary_dim]` of the step, looked up in its first layer."""
-    key = f"cpu rope {cos_sin.data_ptr()} {dtype}"
+    key = ("cpu rope", id(cos_sin), dtype)
     found = metadata.plans.get(key)
     if found is None:
         cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
@@ -70,15 +71,16 @@ def qk_norm_rope_kv_write(
 ) -> Tensor:
     """Rotates q and k together: `x * cos + swap(x) * sin`, where swap exchanges the halves of a head."""
     kv_heads, dim = k_cache.shape[-2:]
-    if interleaved or cos_sin is None or cos_sin.shape[-1] != dim or qkv.dtype == torch.float16:
+    one_norm = (q_weight is None) != (k_weight is None)
+    if interleaved or one_norm or cos_sin is None or cos_sin.shape[-1] != dim or qkv.dtype == torch.float16:
         return reference(qkv, positions, cos_sin, metadata, k_cache, v_cache, q_weight, k_weight, eps, interleaved)
-    heads = qkv.shape[-1] // dim - 2 * kv_heads
-    states = qkv.view(len(qkv), -1, dim)
-    qk = states[:, : heads + kv_heads]
+    tokens, width = qkv.shape
+    heads = width // dim - 2 * kv_heads
+    qk, v = qkv.view(tokens, -1, dim).split((heads + kv_heads, kv_heads), 1)
     if q_weight is not None and k_weight is not None:
         qk = torch.cat((_normalize(qk[:, :heads], q_weight, eps), _normalize(qk[:, heads:], k_weight, eps)), dim=1)
     cos, sin = _angles(positions, cos_sin, metadata, qkv.dtype)
-    rotated = (qk * cos).addcmul_(qk.roll(dim // 2, dims=-1), sin)
-    k_cache.view(-1, kv_heads, dim).index_copy_(0, metadata.slots, rotated[:, heads:])
-    v_cache.view(-1, kv_heads, dim).index_copy_(0, metadata.slots, states[:, heads + kv_heads :])
-    return rotated[:, :heads]
+    q, k = (qk * cos).addcmul_(qk.roll(dim // 2, -1), sin).split((heads, kv_heads), 1)
+    k_cache.view(-1, kv_heads, dim).index_copy_(0, metadata.slots, k)
+    v_cache.view(-1, kv_heads, dim).index_copy_(0, metadata.slots, v)
+    return q
