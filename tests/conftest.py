@@ -1,5 +1,4 @@
-"""For the whole suite: one thread. Tiny models gain nothing from more, and on busy machines they wait for each other.
-"""
+"""For the whole suite: one thread. Tiny models gain nothing from more, and on busy machines threads wait."""
 
 import os
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rapid_infer.cache.spec import CacheSpec, FullKV
 from rapid_infer.errors import ConfigError
 from rapid_infer.layers.batch import ForwardBatch
 from rapid_infer.layers.context import BuildContext
+from rapid_infer.layers.module import LayerModule
 from rapid_infer.layers.norm import RMSNorm
 from rapid_infer.layers.rope import RopeConfig, rope_table
 
 
-class CachedModule(nn.Module):
+class CachedModule(LayerModule):
     """A module with a paged cache.
 
     The worker groups modules by `cache_spec` and binds each one's slice of the group's tensor.

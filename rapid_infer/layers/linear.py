@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rapid_infer.errors import ConfigError
 from rapid_infer.layers.context import BuildContext
+from rapid_infer.layers.module import LayerModule
 from rapid_infer.layers.parameter import Part, Placement
 from rapid_infer.quant.method import ParamSpec
 
@@ -39,7 +40,7 @@ def cut(ctx: BuildContext, name: Part, size: int) -> OutPart:
     return OutPart(name, size, local, ctx.parallel.tp_rank * local)
 
 
-class Linear(nn.Module):
+class Linear(LayerModule):
     """`y = x W^T + b`, whole on every rank. x `[tokens, in]`, y `[tokens, out]`; W `[out, in]` in the checkpoint.
 
     Subclasses pass the output features as parts, or cut the input features (`cut_input`).

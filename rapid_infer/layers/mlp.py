@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from rapid_infer.layers.context import BuildContext
 from rapid_infer.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from rapid_infer.layers.module import LayerModule
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(LayerModule):
     """`down(silu(gate(x)) * up(x))`; `gate_up_proj` holds both, gate first. x and result `[tokens, hidden]`."""
 
     def __init__(self, ctx: BuildContext, hidden_size: int, intermediate_size: int, bias: bool = False) -> None:

@@ -74,8 +74,8 @@ def _plan(metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> _
             if n > stop - start:
                 visible = torch.ones(stop - start, n, dtype=torch.bool).tril_(n - (stop - start))
             chunks.append(_Chunk(start, stop, slots, visible))
-        single = decode[0].run if len(decode) == 1 and not chunks else None
-        plan = metadata.plans["cpu attention"] = _Plan(decode, chunks, single)
+        alone = decode[0].run if len(decode) == 1 and not chunks else None
+        plan = metadata.plans["cpu attention"] = _Plan(decode, chunks, alone)
     return plan
 
 
