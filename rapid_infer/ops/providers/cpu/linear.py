@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ def _cannot(facts: OpFacts) -> Sequence[str]:
 
 
 # The overload itself: finding it again costs more than a microsecond a call.
-_linear_pointwise = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
+_linear_pointwise: Any = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
 
 
 def _pack(weight: Tensor) -> Tensor:
