@@ -1,5 +1,13 @@
-"""For the whole suite: one thread. Tiny models gain nothing from more, and on busy machines threads wait."""
+"""For the whole suite: one thread, and Triton kernels in Triton's interpreter where there is no GPU.
+
+Tiny models gain nothing from more threads, and on busy machines threads wait.
+"""
 
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -138,6 +138,11 @@ class StepPlan:
     prompt_scores: PromptScores | None = None
     masks: RowMasks | None = None
 
+    @property
+    def num_decodes(self) -> int:
+        """Rows of one token."""
+        return int(np.count_nonzero(self.query_lens == 1)) if self.max_query_len > 1 else len(self.rows)
+
 
 @dataclass(frozen=True, slots=True)
 class LogprobArrays:

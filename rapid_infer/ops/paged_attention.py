@@ -16,7 +16,10 @@ from rapid_infer.ops.registry import Case, op
 def make_metadata(
     seq_lens: list[int], query_lens: list[int], block_size: int, device: str, spare_blocks: int = 2
 ) -> tuple[AttentionMetadata, int]:
-    """Metadata with shuffled blocks for tests and benchmarks; returns it and the number of blocks."""
+    """Metadata with shuffled blocks for tests and benchmarks; returns it and the number of blocks.
+
+    Rows of one token come first.
+    """
     rows = len(seq_lens)
     per_row = max(math.ceil(n / block_size) for n in seq_lens)
     blocks = 1 + rows * per_row + spare_blocks
@@ -33,6 +36,7 @@ def make_metadata(
         slots=slots.to(device),
         max_query_len=max(query_lens),
         max_seq_len=max(seq_lens),
+        num_decodes=query_lens.count(1),
     )
     return metadata, blocks
 

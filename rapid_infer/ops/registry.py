@@ -10,16 +10,17 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import cached_property
 from importlib import import_module
 from typing import Any
 
 import torch
 
 from rapid_infer.errors import ConfigError, PluginError
-from rapid_infer.registry import EntryPointTable
+from rapid_infer.registry import EntryPointTable, load_target
 
 REFERENCE = "torch"
-BUILTIN_PROVIDERS = ("rapid_infer.ops.providers.cpu",)
+BUILTIN_PROVIDERS = ("rapid_infer.ops.providers.cpu", "rapid_infer.ops.providers.triton")
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,26 @@ Supports = Callable[[OpFacts], Sequence[str]]
 
 @dataclass(frozen=True)
 class Provider:
-    """`prepare` turns the op's prepared argument, a weight, into what `fn` wants to be given."""
+    """`target` is the implementation, or its "module:function", imported on first use.
 
+    `prepare` turns the op's prepared argument, a weight, into what the implementation wants to be given.
+    """
+
+    op: str
     name: str
     priority: int
     supports: Supports
-    fn: Callable[..., Any]
+    target: Callable[..., Any] | str
     prepare: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    @cached_property
+    def fn(self) -> Callable[..., Any]:
+        """PluginError when the implementation has another signature than the op."""
+        fn = load_target(self.target) if isinstance(self.target, str) else self.target
+        expected, got = (list(inspect.signature(f).parameters) for f in (OPS[self.op].reference, fn))
+        if expected != got:
+            raise PluginError(f"provider {self.name!r} of op {self.op} takes {got}, expected {expected}")
+        return fn
 
 
 @dataclass(frozen=True)
@@ -103,7 +117,9 @@ class Op:
         self.inputs = inputs
         self.mutates = mutates
         self.prepared = prepared
-        self.providers: dict[str, Provider] = {REFERENCE: Provider(REFERENCE, 0, lambda facts: (), reference)}
+        self.providers: dict[str, Provider] = {
+            REFERENCE: Provider(self.name, REFERENCE, 0, lambda facts: (), reference)
+        }
         self.__doc__ = reference.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -154,26 +170,42 @@ def register(
     supports: Supports,
     prepare: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Callable[[Any], Any]:
-    """Add a provider to op `name`. PluginError for an unknown op, a name in use or another signature."""
+    """Add the decorated function as a provider of op `name`.
+
+    PluginError for an unknown op, a name in use or another signature.
+    """
 
     def add(fn: Callable[..., Any]) -> Callable[..., Any]:
-        target = OPS.get(name)
-        if target is None:
-            near = get_close_matches(name, OPS, n=1)
-            raise PluginError(
-                f"provider {provider!r}: no op {name!r}" + (f", did you mean {near[0]!r}?" if near else "")
-            )
-        if prepare is not None and target.prepared is None:
-            raise PluginError(f"provider {provider!r}: op {name} has no argument that is prepared")
-        if provider in target.providers:
-            raise PluginError(f"op {name} already has a provider {provider!r}")
-        expected, got = (list(inspect.signature(f).parameters) for f in (target.reference, fn))
-        if expected != got:
-            raise PluginError(f"provider {provider!r} of op {name} takes {got}, expected {expected}")
-        target.providers[provider] = Provider(provider, priority, supports, fn, prepare)
-        return fn
+        added = _add(Provider(name, provider, priority, supports, fn, prepare))
+        try:
+            return added.fn
+        except PluginError:
+            del OPS[name].providers[provider]
+            raise
 
     return add
+
+
+def register_lazy(name: str, provider: str, target: str, *, priority: int, supports: Supports) -> None:
+    """Add a provider whose implementation, "module:function", is imported when a layer first binds it.
+
+    PluginError for an unknown op or a name in use; for another signature when it is bound.
+    """
+    _add(Provider(name, provider, priority, supports, target))
+
+
+def _add(provider: Provider) -> Provider:
+    target = OPS.get(provider.op)
+    if target is None:
+        near = get_close_matches(provider.op, OPS, n=1)
+        hint = f", did you mean {near[0]!r}?" if near else ""
+        raise PluginError(f"provider {provider.name!r}: no op {provider.op!r}{hint}")
+    if provider.prepare is not None and target.prepared is None:
+        raise PluginError(f"provider {provider.name!r}: op {provider.op} has no argument that is prepared")
+    if provider.name in target.providers:
+        raise PluginError(f"op {provider.op} already has a provider {provider.name!r}")
+    target.providers[provider.name] = provider
+    return provider
 
 
 _loaded: set[str] = set()

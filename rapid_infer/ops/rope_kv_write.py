@@ -35,7 +35,7 @@ def slots_only(slots: Tensor) -> AttentionMetadata:
     rows = torch.arange(len(slots), device=slots.device)
     ones = torch.ones_like(rows, dtype=torch.int32)
     start = torch.arange(len(slots) + 1, device=slots.device, dtype=torch.int32)
-    return AttentionMetadata(rows[:, None].int(), rows, start, ones, slots, 1, 1)
+    return AttentionMetadata(rows[:, None].int(), rows, start, ones, slots, 1, 1, len(slots))
 
 
 def _inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:

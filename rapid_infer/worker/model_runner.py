@@ -159,6 +159,7 @@ class ModelRunner:
                 slots=block_table[token_rows, column].long() * self.block_size + offset,
                 max_query_len=plan.max_query_len,
                 max_seq_len=plan.max_seq_len,
+                num_decodes=plan.num_decodes,
             )
             for block_table in self.table.block_tables
         ]

@@ -1,0 +1,31 @@
+"""Where Triton kernels can run. Imports no Triton."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib.util import find_spec
+
+from rapid_infer.ops.registry import OpFacts
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Kernels run in Python on the CPU: for tests only, so such a provider is never chosen by itself."""
+
+PRIORITY = -1 if INTERPRETED else 10
+
+
+@cache
+def _installed() -> bool:
+    return find_spec("triton") is not None
+
+
+def unavailable(facts: OpFacts) -> list[str]:
+    """Reasons that all Triton providers share."""
+    reasons = []
+    if facts.device != "cuda" and not INTERPRETED:
+        reasons.append(f"runs on cuda, not {facts.device}")
+    if not _installed():
+        reasons.append("triton is not installed")
+    if facts.capability is not None and facts.capability < (8, 0):
+        reasons.append("needs SM 80 or newer, this GPU is SM {}{}".format(*facts.capability))
+    return reasons

@@ -1,0 +1,51 @@
+"""Programmatic dependent launch: a kernel starts while the one before it still runs, and waits before it reads its
+results.
+
+A kernel launched with `options(x)` takes the constexpr `PDL`, and calls `start_next` first and `wait_previous` before
+its first access to anything but weights; the wait also orders its writes.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from rapid_infer.ops.providers.triton.facts import INTERPRETED
+
+
+@triton.jit
+def start_next(PDL: tl.constexpr):
+    """Let the next kernel in the stream be launched once every program of this one has come here."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_previous(PDL: tl.constexpr):
+    """Return when the kernels before this one are done and their writes are visible."""
+    if PDL:
+        gdc_wait()
+
+
+@cache
+def _options(device: torch.device) -> dict[str, Any]:
+    if INTERPRETED or torch.cuda.get_device_capability(device) < (9, 0):
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
+
+
+def options(x: Tensor) -> dict[str, Any]:
+    """Launch options for a kernel on x's device."""
+    return _options(x.device)
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Of a GPU; a small number for the interpreter, so that tests meet every path."""
+    return 4 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,119 @@
+"""QK-norm, RoPE and KV write straight from the merged projection: one program per token and group of heads."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
+
+FEW_TOKENS = 64
+"""Up to here a program takes few heads, so that one token fills more of the device."""
+
+
+@triton.jit
+def _kernel(
+    qkv_ptr, positions_ptr, cos_sin_ptr, slots_ptr, q_ptr, k_cache_ptr, v_cache_ptr, q_weight_ptr, k_weight_ptr,
+    qkv_stride, slot_stride, eps, heads, kv_heads,
+    DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
+    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ROTATE: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A head is cut into the two members of each rotated pair, `a` and `b`, and the `rest` that is not rotated."""
+    start_next(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    is_q, is_v = head < heads, head >= heads + kv_heads
+    exists = head < heads + 2 * kv_heads
+    is_k = exists & ~is_q & ~is_v
+    pair = tl.arange(0, HALF_PAD)
+    in_pair = pair < HALF
+    a_at = 2 * pair if INTERLEAVED else pair
+    b_at = a_at + 1 if INTERLEAVED else pair + HALF
+    wait_previous(PDL)
+    position = tl.load(positions_ptr + token)
+    slot = tl.load(slots_ptr + token)
+    source = qkv_ptr + token * qkv_stride + head[:, None] * DIM
+    paired = exists[:, None] & in_pair[None, :]
+    a = tl.load(source + a_at[None, :], mask=paired, other=0.0).to(tl.float32)
+    b = tl.load(source + b_at[None, :], mask=paired, other=0.0).to(tl.float32)
+    total = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
+    if REST_PAD > 0:
+        rest_at = 2 * HALF + tl.arange(0, REST_PAD)
+        kept = exists[:, None] & (rest_at < DIM)[None, :]
+        rest = tl.load(source + rest_at[None, :], mask=kept, other=0.0).to(tl.float32)
+        total += tl.sum(rest * rest, axis=1)
+    scale = tl.rsqrt(total / DIM + eps)[:, None]
+    dtype = q_ptr.dtype.element_ty
+    if Q_NORM:
+        a = tl.where(is_q[:, None], (a * scale * tl.load(q_weight_ptr + a_at, mask=in_pair, other=0.0)).to(dtype), a)
+        b = tl.where(is_q[:, None], (b * scale * tl.load(q_weight_ptr + b_at, mask=in_pair, other=0.0)).to(dtype), b)
+        if REST_PAD > 0:
+            weight = tl.load(q_weight_ptr + rest_at, mask=rest_at < DIM, other=0.0)
+            rest = tl.where(is_q[:, None], (rest * scale * weight).to(dtype), rest)
+    if K_NORM:
+        a = tl.where(is_k[:, None], (a * scale * tl.load(k_weight_ptr + a_at, mask=in_pair, other=0.0)).to(dtype), a)
+        b = tl.where(is_k[:, None], (b * scale * tl.load(k_weight_ptr + b_at, mask=in_pair, other=0.0)).to(dtype), b)
+        if REST_PAD > 0:
+            weight = tl.load(k_weight_ptr + rest_at, mask=rest_at < DIM, other=0.0)
+            rest = tl.where(is_k[:, None], (rest * scale * weight).to(dtype), rest)
+    if ROTATE:
+        cos = tl.load(cos_sin_ptr + position * 2 * HALF + pair, mask=in_pair, other=1.0)
+        sin = tl.load(cos_sin_ptr + position * 2 * HALF + HALF + pair, mask=in_pair, other=0.0)
+        turned = a * cos - b * sin
+        b = tl.where(is_v[:, None], b, b * cos + a * sin)
+        a = tl.where(is_v[:, None], a, turned)
+    q_to = q_ptr + token * heads * DIM + head[:, None] * DIM
+    k_to = k_cache_ptr + slot * slot_stride + (head - heads)[:, None] * DIM
+    v_to = v_cache_ptr + slot * slot_stride + (head - heads - kv_heads)[:, None] * DIM
+    cached = k_cache_ptr.dtype.element_ty
+    for_q, for_k, for_v = is_q[:, None] & in_pair[None, :], is_k[:, None] & in_pair[None, :], is_v & exists
+    for_v = for_v[:, None] & in_pair[None, :]
+    tl.store(q_to + a_at[None, :], a.to(dtype), mask=for_q)
+    tl.store(q_to + b_at[None, :], b.to(dtype), mask=for_q)
+    tl.store(k_to + a_at[None, :], a.to(cached), mask=for_k)
+    tl.store(k_to + b_at[None, :], b.to(cached), mask=for_k)
+    tl.store(v_to + a_at[None, :], a.to(cached), mask=for_v)
+    tl.store(v_to + b_at[None, :], b.to(cached), mask=for_v)
+    if REST_PAD > 0:
+        in_rest = (rest_at < DIM)[None, :]
+        tl.store(q_to + rest_at[None, :], rest.to(dtype), mask=is_q[:, None] & in_rest)
+        tl.store(k_to + rest_at[None, :], rest.to(cached), mask=is_k[:, None] & in_rest)
+        tl.store(v_to + rest_at[None, :], rest.to(cached), mask=(is_v & exists)[:, None] & in_rest)
+
+
+def qk_norm_rope_kv_write(
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor | None,
+    metadata: AttentionMetadata,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    interleaved: bool,
+) -> Tensor:
+    """A cache must be contiguous from slot to slot; heads of both caches lie one after another."""
+    kv_heads, dim = k_cache.shape[-2:]
+    tokens, width = qkv.shape
+    heads = width // dim - 2 * kv_heads
+    # Without a rotation the pairs are only a way to cut a head in two.
+    half = dim // 2 if cos_sin is None else cos_sin.shape[-1] // 2
+    rest = dim - 2 * half
+    q = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
+    group = 4 if tokens <= FEW_TOKENS else 8
+    if tokens:
+        _kernel[(tokens, triton.cdiv(heads + 2 * kv_heads, group))](
+            qkv, positions, cos_sin if cos_sin is not None else qkv, metadata.slots, q, k_cache, v_cache,
+            q_weight if q_weight is not None else qkv, k_weight if k_weight is not None else qkv,
+            qkv.stride(0), k_cache.stride(1), eps, heads, kv_heads,
+            DIM=dim, HALF=half, HALF_PAD=triton.next_power_of_2(max(half, 1)),
+            REST_PAD=triton.next_power_of_2(rest) if rest else 0,
+            Q_NORM=q_weight is not None, K_NORM=k_weight is not None, INTERLEAVED=interleaved,
+            ROTATE=cos_sin is not None, HEADS=group, num_warps=group, **options(qkv),
+        )  # fmt: skip
+    return q
