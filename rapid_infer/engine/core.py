@@ -11,10 +11,11 @@ from rapid_infer.cache.manager import CacheManager
 from rapid_infer.config import EngineConfig
 from rapid_infer.engine import results
 from rapid_infer.engine.executor import Executor
+from rapid_infer.engine.launch import Launch
 from rapid_infer.engine.masks import AllowedTokens
 from rapid_infer.engine.request import Request, RequestStatus, validate_prompt
 from rapid_infer.engine.results import StepOutputs
-from rapid_infer.engine.scheduler import Launch, Scheduler
+from rapid_infer.engine.scheduler import Scheduler
 from rapid_infer.errors import EngineDeadError, RequestError
 from rapid_infer.outputs import FinishReason
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rapid_infer.engine.launch import Launch
 from rapid_infer.engine.request import Request, RequestStatus
-from rapid_infer.engine.scheduler import Launch, Scheduler
+from rapid_infer.engine.scheduler import Scheduler
 from rapid_infer.engine.step_plan import LogprobArrays, StepResult
 from rapid_infer.outputs import FinishReason
 
@@ -60,13 +61,13 @@ def apply(scheduler: Scheduler, launch: Launch, result: StepResult, outputs: Ste
     for request in launch.admitted:
         outputs.num_cached_tokens[request.request_id] = request.num_cached_tokens or 0
     rows, owners = launch.sampled_rows, scheduler.rows
-    requests = launch.sampled_requests
-    tokens = result.token_ids
+    requests, ids, tokens = launch.sampled_requests, launch.sampled_ids, result.token_ids
     live = owners.epoch[rows] == launch.epochs
     if not (live.all() and not result.failed.any()):
         _apply_others(scheduler, requests, result, live, outputs)
         live &= ~result.failed
         requests = [requests[i] for i in np.flatnonzero(live)]
+        ids = [request.request_id for request in requests]
         rows, tokens = rows[live], tokens[live]
     owners.collected[rows] += 1
     stopped = (owners.stop[rows] == tokens[:, None]).any(axis=1)
@@ -74,7 +75,7 @@ def apply(scheduler: Scheduler, launch: Launch, result: StepResult, outputs: Ste
     values = tokens.tolist()
     for request, token in zip(requests, values):
         request.output_token_ids.append(token)
-    outputs.request_ids += [request.request_id for request in requests]
+    outputs.request_ids += ids
     outputs.token_ids += values
     for i in np.flatnonzero(ended):
         scheduler.finish(requests[i], FinishReason.STOP if stopped[i] else FinishReason.LENGTH)

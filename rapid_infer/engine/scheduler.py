@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,35 +17,14 @@ from numpy.typing import NDArray
 from rapid_infer.cache import prefix
 from rapid_infer.cache.manager import CacheManager
 from rapid_infer.config import SchedulerConfig
+from rapid_infer.engine.launch import Launch
 from rapid_infer.engine.plan_builder import PlanBuilder
 from rapid_infer.engine.request import Request, RequestStatus
 from rapid_infer.engine.rows import NOT_SHARED, Rows
-from rapid_infer.engine.step_plan import StepPlan
+from rapid_infer.engine.steady import SteadyBatch
 from rapid_infer.outputs import FinishReason
 
 Ints = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """A step in flight: its plan and whom its results are for, as of the time it was planned.
-
-    `admitted` start with it; `failed` end with an error whatever its results are.
-    """
-
-    plan: StepPlan
-    requests: list[Request]
-    sampled_rows: Ints
-    epochs: Ints
-    scored: list[tuple[Request, int]]
-    admitted: list[Request]
-    failed: list[tuple[Request, str]]
-
-    @property
-    def sampled_requests(self) -> list[Request]:
-        if len(self.plan.sampled) == len(self.requests):
-            return self.requests
-        return [self.requests[i] for i in self.plan.sampled]
 
 
 @dataclass
@@ -69,6 +47,7 @@ class Scheduler:
     def __post_init__(self) -> None:
         self.rows = Rows(self.config.max_num_seqs)
         self._order: Ints = np.zeros(0, np.int64)
+        self._steady: SteadyBatch | None = None
 
     @property
     def running(self) -> list[Request]:
@@ -80,6 +59,13 @@ class Scheduler:
 
     def schedule(self) -> Launch | None:
         """Plan the next step; None when no row can take a token now."""
+        if self._steady is not None and not (self.waiting and self.rows.num_free):
+            launch = self._steady.next(self.last_step + 1, self._publish)
+            if launch is not None:
+                self.last_step += 1
+                self.stats.steps += 1
+                return launch
+        self._steady = None
         builder = PlanBuilder(len(self.cache.pools))
         order, grant = self._share_budget()
         order, grant, preempted = self._make_room(order, grant, builder)
@@ -214,11 +200,15 @@ class Scheduler:
         for i in np.flatnonzero(full > rows.published[order]):
             self._publish(int(order[i]), int(stop[i]))
         plan = builder.build(self.last_step, rows, order, start, grant, np.flatnonzero(samples))
-        owners = rows.requests
-        requests = [owners[row] for row in order.tolist()]
+        if SteadyBatch.fits(plan, rows, self._order):
+            self._steady = SteadyBatch(rows, self.cache, order)
+        requests = [rows.owner(row) for row in order.tolist()]
+        sampled = requests if samples.all() else [requests[i] for i in plan.sampled.tolist()]
         return Launch(
             plan,
-            cast("list[Request]", requests),
+            requests,
+            sampled,
+            [request.request_id for request in sampled],
             sampled_rows,
             rows.epoch[sampled_rows],
             builder.scored,

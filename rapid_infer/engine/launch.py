@@ -1,0 +1,30 @@
+"""A step in flight, as the engine remembers it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rapid_infer.engine.request import Request
+from rapid_infer.engine.step_plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A step's plan and whom its results are for, as of the time it was planned.
+
+    `admitted` start with it; `failed` end with an error whatever its results are. `sampled_requests` and their ids
+    stand in the order of `StepPlan.sampled`.
+    """
+
+    plan: StepPlan
+    requests: list[Request]
+    sampled_requests: list[Request]
+    sampled_ids: list[str]
+    sampled_rows: NDArray[np.int64]
+    epochs: NDArray[np.int64]
+    scored: list[tuple[Request, int]] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+    failed: list[tuple[Request, str]] = field(default_factory=list)
