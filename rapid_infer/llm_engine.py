@@ -15,6 +15,7 @@ from rapid_infer.frontend import EngineFacts, InputProcessor, OutputProcessor, P
 from rapid_infer.models.checkpoint import Checkpoint, read_checkpoint
 from rapid_infer.outputs import RequestOutput, RequestOutputKind
 from rapid_infer.params import SamplingParams, defaults_of
+from rapid_infer.profiling import span, traced
 from rapid_infer.registry import Entry, ModelRegistry
 from rapid_infer.text import Tokenizer
 
@@ -81,13 +82,15 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """Run one engine step; returns the requests that got tokens or ended, in the manner of their output kind."""
-        return self.take(self.core.step())
+        with span("llm_engine.step"):
+            return self.take(self.core.step())
 
     def take(self, step: StepOutputs) -> list[RequestOutput]:
         """Make outputs of an engine step, and end what a stop string has ended."""
-        outputs, stopped = self.outputs.process(step)
-        self.core.abort(stopped)
-        return outputs
+        with span("frontend.outputs"):
+            outputs, stopped = self.outputs.process(step)
+            self.core.abort(stopped)
+            return outputs
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
@@ -98,6 +101,7 @@ class LLMEngine:
         self.core.close()
 
 
+@traced("llm_engine.locate")
 def locate(model: str, args: EngineArgs) -> tuple[Checkpoint, Entry]:
     """The model's files, and the plugin entry that serves them; imports no plugin and loads no weights."""
     from rapid_infer import hub
@@ -106,6 +110,7 @@ def locate(model: str, args: EngineArgs) -> tuple[Checkpoint, Entry]:
     return checkpoint, ModelRegistry.lookup(checkpoint.architecture, args.model_plugin)
 
 
+@traced("llm_engine.configure")
 def configure(checkpoint: Checkpoint, entry: Entry, args: EngineArgs) -> tuple[Any, EngineConfig]:
     """The plugin's model class and the engine's configuration, every "auto" decided."""
     from rapid_infer.device import probe

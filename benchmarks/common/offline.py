@@ -201,8 +201,8 @@ class _Benchmark:
     def _profile(self, engine: LLMEngine, requests: Sequence[Request]) -> None:
         from common.profiling import profile
 
-        table = profile(engine, requests, self.ns.profile, self.ns.profile_steps)
-        self.report.say(f"\n{table}\ntrace {self.ns.profile}")
+        table, trace = profile(engine, requests, self.ns.profile, self.name, self.ns.profile_steps)
+        self.report.say(f"\n{table}\ntrace {trace}")
 
     def _recorded_peer(self, result: Result, ours: Measured) -> None:
         parallel = result.engine_options["resolved"]["parallel"]

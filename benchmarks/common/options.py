@@ -43,6 +43,39 @@ def parser(description: str, examples: str) -> argparse.ArgumentParser:
     work.add_argument("--runs", type=positive, default=3, metavar="N", help="timed runs (default 3)")
     work.add_argument("--warmup", type=count, default=1, metavar="N", help="untimed runs before them (default 1)")
 
+    add_engine_options(p)
+
+    compare = p.add_argument_group("comparison and profile")
+    compare.add_argument(
+        "--peer",
+        choices=["transformers"],
+        help="then time transformers' generate on the same requests, dtype and threads, and print the ratio",
+    )
+    compare.add_argument(
+        "--peer-batch-size", type=positive, metavar="N", help="requests in one batch of the peer (default: all of them)"
+    )
+    compare.add_argument(
+        "--profile",
+        nargs="?",
+        type=Path,
+        const=Path("profiles"),
+        metavar="DIR",
+        help="then one extra run under torch's profiler: prints the 25 most expensive ops and writes a Chrome trace "
+        "with the engine's own spans into DIR (default ./profiles; open it in chrome://tracing or ui.perfetto.dev)",
+    )
+    compare.add_argument(
+        "--profile-steps", type=positive, default=32, metavar="N", help="engine steps in the trace (default 32)"
+    )
+
+    out = p.add_argument_group("the result")
+    out.add_argument("--output", type=Path, metavar="FILE.json", help="write the result here, and FILE.log beside it")
+    out.add_argument("--detail", action="store_true", help="keep the gap before every single token in the result")
+    out.add_argument("--no-monitor", action="store_true", help="do not run nvidia-smi beside the timed runs")
+    return p
+
+
+def add_engine_options(p: argparse.ArgumentParser) -> None:
+    """What `engine_kwargs` reads."""
     engine = p.add_argument_group("the engine")
     engine.add_argument("--dtype", help="bfloat16, float16, float32; default: the checkpoint's, if the CPU is fast")
     engine.add_argument("--device", help="auto, cpu or cuda")
@@ -62,34 +95,6 @@ def parser(description: str, examples: str) -> argparse.ArgumentParser:
         metavar="NAME=VALUE",
         help="any other engine option of docs/options.md, such as enforce_eager=true; may be given again",
     )
-
-    compare = p.add_argument_group("comparison and profile")
-    compare.add_argument(
-        "--peer",
-        choices=["transformers"],
-        help="then time transformers' generate on the same requests, dtype and threads, and print the ratio",
-    )
-    compare.add_argument(
-        "--peer-batch-size", type=positive, metavar="N", help="requests in one batch of the peer (default: all of them)"
-    )
-    compare.add_argument(
-        "--profile",
-        nargs="?",
-        type=Path,
-        const=Path("profile.trace.json"),
-        metavar="TRACE.json",
-        help="then one extra run under torch's profiler: prints the 25 most expensive ops and writes a Chrome trace "
-        "(default ./profile.trace.json; open it in chrome://tracing or ui.perfetto.dev)",
-    )
-    compare.add_argument(
-        "--profile-steps", type=positive, default=32, metavar="N", help="engine steps in the trace (default 32)"
-    )
-
-    out = p.add_argument_group("the result")
-    out.add_argument("--output", type=Path, metavar="FILE.json", help="write the result here, and FILE.log beside it")
-    out.add_argument("--detail", action="store_true", help="keep the gap before every single token in the result")
-    out.add_argument("--no-monitor", action="store_true", help="do not run nvidia-smi beside the timed runs")
-    return p
 
 
 def engine_kwargs(ns: argparse.Namespace) -> dict[str, Any]:

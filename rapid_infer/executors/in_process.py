@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import torch
 
+from rapid_infer.cache.budget import GIB
 from rapid_infer.config import EngineConfig
 from rapid_infer.device import set_num_threads
 from rapid_infer.engine.executor import ModelInfo
 from rapid_infer.engine.step_plan import StepPlan, StepResult
 from rapid_infer.models.checkpoint import Checkpoint
+from rapid_infer.profiling import traced
 from rapid_infer.worker import build
+from rapid_infer.worker.memory import MemoryProfile, measure
 from rapid_infer.worker.model_runner import ModelRunner, StepHandle
 
 logger = logging.getLogger(__name__)
@@ -28,18 +32,23 @@ class InProcessExecutor:
         self.built = build.build_model(cls, checkpoint, config, device)
         build.load(self.built, checkpoint, config)
         groups = build.cache_groups(self.built.model)
-        self.cache_plan, max_model_len = build.plan_cache(config, groups)
-        build.allocate_caches(self.built.model, self.cache_plan, device)
         self.runner = ModelRunner(
             self.built.model,
             device,
+            self.built.ops,
             max_num_seqs=config.scheduler.max_num_seqs,
-            max_model_len=max_model_len,
-            block_size=self.cache_plan.block_size,
+            max_model_len=config.model.max_model_len,
+            block_size=config.cache.block_size,
             num_groups=len(groups),
             queue_depth=config.scheduler.queue_depth,
             vocab_size=self.built.config.vocab_size,
         )
+        self.memory = self._profile(config) if device.type == "cuda" else None
+        spare = None if self.memory is None else self.memory.cache
+        self.cache_plan, max_model_len = build.plan_cache(config, groups, spare)
+        build.allocate_caches(self.built.model, self.cache_plan.num_blocks, self.cache_plan.block_size, device)
+        if device.type == "cuda" and not config.enforce_eager:
+            self._capture()
         self._info = ModelInfo(
             architecture=checkpoint.architecture,
             vocab_size=self.built.config.vocab_size,
@@ -48,6 +57,28 @@ class InProcessExecutor:
             num_blocks=self.cache_plan.num_blocks,
             block_size=self.cache_plan.block_size,
             dtype=config.model.dtype,
+        )
+
+    @traced("executors.profile_memory")
+    def _profile(self, config: EngineConfig) -> MemoryProfile:
+        build.allocate_caches(self.built.model, 2, config.cache.block_size, self.runner.device)
+        profile = measure(self.runner, config)
+        logger.info("%s", profile)
+        return profile
+
+    @traced("executors.capture_graphs")
+    def _capture(self) -> None:
+        started, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
+        self.runner.capture()
+        assert self.runner.graphs is not None
+        recorded = self.runner.graphs.recorded
+        logger.info(
+            "CUDA graphs: %d forward and %d finish for up to %d rows, recorded in %.1f s, %.2f GiB",
+            recorded["forward"],
+            recorded["finish"],
+            self.runner.table.dummy,
+            time.perf_counter() - started,
+            (free - torch.cuda.mem_get_info()[0]) / GIB,
         )
 
     @property
@@ -69,8 +100,8 @@ class InProcessExecutor:
         return True
 
     def close(self) -> None:
-        """Drop model and caches."""
-        self.runner.model = None
+        """Drop model, graphs and caches."""
+        self.runner.close()
         self.built.model = None
         if self.runner.device.type == "cuda":
             torch.cuda.empty_cache()

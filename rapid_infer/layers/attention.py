@@ -67,6 +67,7 @@ class Attention(CachedModule):
         self._attend = ctx.op(
             "paged_attention",
             head_dim=head_dim,
+            block_size=ctx.block_size,
             window=window is not None,
             soft_cap=soft_cap is not None,
             sinks=sinks is not None,

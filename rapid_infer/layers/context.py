@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class BuildContext:
     """Parallel state, dtype, quantization, op resolver and the module's dotted `name`.
 
-    `max_positions` is the longest sequence the engine will run. `shared` holds what all layers of one model share (rope
-    tables).
+    `max_positions` is the longest sequence the engine will run, `block_size` the tokens of one cache block (None: not
+    known, and some attention providers must know it). `shared` holds what all layers of one model share (rope tables).
     """
 
     dtype: torch.dtype
@@ -33,6 +33,7 @@ class BuildContext:
     quant: QuantScheme = field(default_factory=PlainScheme)
     name: str = ""
     shared: dict[Any, torch.Tensor] = field(default_factory=dict)
+    block_size: int | None = None
 
     def sub(self, name: str) -> BuildContext:
         """The context of the submodule stored as attribute `name`."""

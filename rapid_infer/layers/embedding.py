@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 from rapid_infer.errors import ConfigError
 from rapid_infer.layers.context import BuildContext
 from rapid_infer.layers.parameter import Part, Placement
+from rapid_infer.ops.registry import BoundOp
 
 
 class VocabShard(nn.Module):
@@ -48,11 +51,15 @@ class VocabShard(nn.Module):
 class VocabEmbedding(VocabShard):
     """`[tokens]` ids -> `[tokens, hidden]`."""
 
+    def __init__(self, ctx: BuildContext, vocab_size: int, hidden_size: int) -> None:
+        super().__init__(ctx, vocab_size, hidden_size)
+        self._lookup = ctx.op("embedding")
+
     def forward(self, input_ids: Tensor) -> Tensor:
         if self.parallel.tp_size == 1:
-            return F.embedding(input_ids, self.weight)
+            return self._lookup(input_ids, self.weight)
         mine = (input_ids >= self.start) & (input_ids < self.stop)
-        local = F.embedding((input_ids - self.start).where(mine, 0), self.weight)
+        local = self._lookup((input_ids - self.start).where(mine, 0), self.weight)
         return self.parallel.all_reduce(local * mine.unsqueeze(-1))
 
 
@@ -81,27 +88,42 @@ class LMHead(VocabShard):
             super().__init__(ctx, vocab_size, hidden_size)
         self.scale = scale
         self.soft_cap = soft_cap
-        self._linear = ctx.op("linear")
-        self._packed: Tensor | None = None
+        self._scores, self._best = ctx.op("lm_head"), ctx.op("lm_head_argmax")
+        self._packed: dict[Callable[[Tensor], Tensor], Tensor] = {}
 
     def finalize_weights(self) -> None:
         super().finalize_weights()
-        if self._linear.prepare is not None:
-            # A second copy: an embedding that shares the matrix, and chosen rows, need it as it was.
-            self._packed = self._linear.prepare(self.weight.data[: self.stop - self.start])
+        for prepare in (self._scores.prepare, self._best.prepare):
+            if prepare is not None and prepare not in self._packed:
+                # A second copy: an embedding that shares the matrix, and chosen rows, need it as it was.
+                self._packed[prepare] = prepare(self.weight.data[: self.stop - self.start])
 
-    def logits(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
-        """hidden `[n, hidden]` -> fp32 `[n, this shard's vocabulary]`, or `[n, len(rows)]` for chosen rows."""
-        if rows is not None:
-            scores = F.linear(hidden, self.weight[rows]).float()
-        else:
-            weight = self.weight[: self.stop - self.start] if self._packed is None else self._packed
-            scores = self._linear(hidden, weight).float()
+    def _operand(self, op: BoundOp) -> Tensor:
+        packed = None if op.prepare is None else self._packed.get(op.prepare)
+        return self.weight[: self.stop - self.start] if packed is None else packed
+
+    def _finish(self, scores: Tensor) -> Tensor:
         if self.scale != 1.0:
             scores = scores * self.scale
         return scores if self.soft_cap is None else self.soft_cap * torch.tanh(scores / self.soft_cap)
 
+    def logits(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
+        """hidden `[n, hidden]` -> fp32 `[n, this shard's vocabulary]`, or `[n, len(rows)]` for chosen rows."""
+        if rows is not None:
+            return self._finish(F.linear(hidden, self.weight[rows]).float())
+        return self._finish(self._scores(hidden, self._operand(self._scores)))
+
     def argmax(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden `[n, hidden]` -> (value fp32 `[n]`, vocabulary id int64 `[n]`) of the best token in this shard."""
-        value, index = self.logits(hidden).max(dim=-1)
+        """hidden `[n, hidden]` -> (value fp32 `[n]`, vocabulary id int64 `[n]`) of the best token in this shard.
+
+        The value is not finite where a score is NaN.
+        """
+        if self.scale <= 0:
+            value, index = self.logits(hidden).max(dim=-1)
+        else:
+            best, index = self._best(hidden, self._operand(self._best))
+            value = self._finish(best)
+            if self.soft_cap is not None:
+                # It turns infinity, which may stand for NaN, into a number.
+                value = best.where(best.isinf(), value)
         return value, index + self.start

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from rapid_infer.layers.context import BuildContext
@@ -18,6 +20,10 @@ class GatedMLP(LayerModule):
         self.gate_up_proj = MergedColumnParallelLinear(ctx.sub("gate_up_proj"), hidden_size, sizes, bias)
         self.down_proj = RowParallelLinear(ctx.sub("down_proj"), intermediate_size, hidden_size, bias)
         self._activation = ctx.op("silu_and_mul")
+        gated = None if bias else getattr(self.gate_up_proj.quant, "gated", None)
+        self._fused: Callable[[Tensor], Tensor] | None = None if gated is None else gated(ctx)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._fused is not None:
+            return self.down_proj(self._fused(x))
         return self.down_proj(self._activation(self.gate_up_proj(x)))

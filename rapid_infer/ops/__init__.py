@@ -3,12 +3,18 @@
 `bind` picks a provider when a layer is built; `table` says for every provider why it can or cannot run.
 """
 
+from rapid_infer.ops.decode_step import commit_tokens, decode_inputs
+from rapid_infer.ops.embedding import embedding
+from rapid_infer.ops.gumbel_argmax import gumbel_argmax
 from rapid_infer.ops.linear import linear
+from rapid_infer.ops.linear_silu_and_mul import linear_silu_and_mul
+from rapid_infer.ops.lm_head import lm_head, lm_head_argmax
 from rapid_infer.ops.paged_attention import paged_attention
 from rapid_infer.ops.registry import OPS, BoundOp, Op, OpFacts, OpResolver, load_providers, register
 from rapid_infer.ops.rms_norm import fused_add_rms_norm, rms_norm
 from rapid_infer.ops.rope_kv_write import qk_norm_rope_kv_write
 from rapid_infer.ops.silu_and_mul import silu_and_mul
+from rapid_infer.ops.truncate_logits import truncate_logits
 
 __all__ = [
     "OPS",
@@ -16,12 +22,20 @@ __all__ = [
     "Op",
     "OpFacts",
     "OpResolver",
+    "commit_tokens",
+    "decode_inputs",
+    "embedding",
     "fused_add_rms_norm",
+    "gumbel_argmax",
     "linear",
+    "linear_silu_and_mul",
+    "lm_head",
+    "lm_head_argmax",
     "load_providers",
     "paged_attention",
     "qk_norm_rope_kv_write",
     "register",
     "rms_norm",
     "silu_and_mul",
+    "truncate_logits",
 ]

@@ -20,7 +20,11 @@ from rapid_infer.errors import ConfigError, PluginError
 from rapid_infer.registry import EntryPointTable, load_target
 
 REFERENCE = "torch"
-BUILTIN_PROVIDERS = ("rapid_infer.ops.providers.cpu", "rapid_infer.ops.providers.triton")
+BUILTIN_PROVIDERS = (
+    "rapid_infer.ops.providers.cpu",
+    "rapid_infer.ops.providers.triton",
+    "rapid_infer.ops.providers.flash_attn",
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class Provider:
     @cached_property
     def fn(self) -> Callable[..., Any]:
         """PluginError when the implementation has another signature than the op."""
-        fn = load_target(self.target) if isinstance(self.target, str) else self.target
+        fn: Any = load_target(self.target) if isinstance(self.target, str) else self.target
         expected, got = (list(inspect.signature(f).parameters) for f in (OPS[self.op].reference, fn))
         if expected != got:
             raise PluginError(f"provider {self.name!r} of op {self.op} takes {got}, expected {expected}")

@@ -41,7 +41,10 @@ class OpContext(Protocol):
 
 
 class QuantMethod(Protocol):
-    """How one linear layer stores and applies its weight."""
+    """How one linear layer stores and applies its weight.
+
+    A method may also have `gated(ctx)`: see `PlainMethod`, whose products a gated layer can have fused.
+    """
 
     def params(self, dtype: torch.dtype) -> Mapping[str, ParamSpec]:
         """The parameters by leaf name ("weight", "weight_scale_inv", ...); `dtype` is that of activations."""

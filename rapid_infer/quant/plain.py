@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from rapid_infer.ops.registry import BoundOp
+from rapid_infer.ops.registry import REFERENCE, BoundOp
 from rapid_infer.quant.method import OpContext, ParamSpec, QuantMethod
 
 
@@ -26,6 +26,14 @@ class PlainMethod:
 
     def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
         return self.linear(x, self.operand)
+
+    def gated(self, ctx: OpContext) -> Callable[[Tensor], Tensor] | None:
+        """`silu_and_mul(apply(layer, x))` as one operator; None where only the two in a row would run."""
+        fused = ctx.op("linear_silu_and_mul")
+        # A subclass that multiplies differently has inherited this, and a packed weight is linear's own.
+        if fused.provider == REFERENCE or self.linear.prepare is not None or type(self) is not PlainMethod:
+            return None
+        return lambda x: fused(x, self.operand)
 
     def finalize(self, layer: nn.Module) -> None:
         if self.linear.prepare is not None:

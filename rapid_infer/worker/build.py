@@ -21,6 +21,7 @@ from rapid_infer.layers.linear import Linear
 from rapid_infer.loader import LoadReport, finalize, load_dummy, load_weights, terminal_bar
 from rapid_infer.models.checkpoint import Checkpoint
 from rapid_infer.ops.registry import OpResolver
+from rapid_infer.profiling import traced
 from rapid_infer.quant import select_scheme
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class BuiltModel:
     report: LoadReport | None = None
 
 
+@traced("worker.build_model")
 def build_model(cls: Any, checkpoint: Checkpoint, config: EngineConfig, device: torch.device | str) -> BuiltModel:
     """The model with uninitialised parameters of the right dtype. `device` "meta" builds it without memory."""
     device = torch.device(device)
@@ -46,6 +48,7 @@ def build_model(cls: Any, checkpoint: Checkpoint, config: EngineConfig, device: 
         ops=ops,
         max_positions=config.model.max_model_len,
         quant=select_scheme(checkpoint.quantization_config),
+        block_size=config.cache.block_size,
     )
     with torch.device(device), torch.no_grad():
         model = cls(model_config, ctx)
@@ -74,6 +77,7 @@ def _shorten_lookups(model: nn.Module) -> None:
         module.__dict__.update(module._parameters)
 
 
+@traced("worker.load_weights")
 def load(built: BuiltModel, checkpoint: Checkpoint, config: EngineConfig) -> None:
     """Fill the parameters. WeightError when the checkpoint does not fill them exactly."""
     if config.model.load_format == "dummy":
@@ -96,8 +100,11 @@ def cache_groups(model: nn.Module) -> list[CacheGroup]:
     return [CacheGroup(spec, len(modules)) for spec, modules in cached_modules(model).items()]
 
 
-def cache_budget(config: EngineConfig, groups: Sequence[CacheGroup]) -> int:
-    """Bytes for the caches: what the user said, else what the device can spare, never more than all rows could use."""
+def cache_budget(config: EngineConfig, groups: Sequence[CacheGroup], spare: int | None = None) -> int:
+    """Bytes for the caches: what the user said, else what the device can spare, never more than all rows could use.
+
+    `spare`: what a GPU was measured to have left.
+    """
     if config.cache.kv_cache_memory_bytes is not None:
         return config.cache.kv_cache_memory_bytes
     size = config.cache.block_size
@@ -106,15 +113,14 @@ def cache_budget(config: EngineConfig, groups: Sequence[CacheGroup]) -> int:
     useful = (sequences * blocks_for(config.model.max_model_len, size) + 1) * sum(
         group.page_bytes(size) for group in groups
     )
-    if config.device == "cuda":
-        free, _ = torch.cuda.mem_get_info()
-        return min(useful, int(free * config.cache.gpu_memory_utilization) - GIB)
-    return min(useful, 4 * GIB, available_host_memory() // 4)
+    if spare is None:
+        spare = min(4 * GIB, available_host_memory() // 4)
+    return max(min(useful, spare), 0)
 
 
-def plan_cache(config: EngineConfig, groups: Sequence[CacheGroup]) -> tuple[CachePlan, int]:
+def plan_cache(config: EngineConfig, groups: Sequence[CacheGroup], spare: int | None = None) -> tuple[CachePlan, int]:
     """(plan, max_model_len). ConfigError, with the arithmetic, when one request of the wanted length cannot fit."""
-    plan = plan_blocks(groups, config.cache.block_size, cache_budget(config, groups))
+    plan = plan_blocks(groups, config.cache.block_size, cache_budget(config, groups, spare))
     length = fit_model_len(plan, config.model.max_model_len, shrink=config.model.max_model_len_is_auto)
     logger.info("%s", plan)
     if length < config.model.max_model_len:
@@ -124,10 +130,11 @@ def plan_cache(config: EngineConfig, groups: Sequence[CacheGroup]) -> tuple[Cach
     return plan, length
 
 
-def allocate_caches(model: nn.Module, plan: CachePlan, device: torch.device | str) -> None:
+@traced("worker.allocate_caches")
+def allocate_caches(model: nn.Module, num_blocks: int, block_size: int, device: torch.device | str) -> None:
     """One tensor per group, each layer bound to its slice. Not zeroed: nothing reads beyond a row's length."""
     for number, (spec, modules) in enumerate(cached_modules(model).items()):
-        shape = spec.layout(len(modules), plan.num_blocks, plan.block_size)
+        shape = spec.layout(len(modules), num_blocks, block_size)
         cache = torch.empty(shape, dtype=getattr(torch, spec.dtype), device=device)
         for layer, module in enumerate(modules):
             module.bind_cache(number, cache[layer])

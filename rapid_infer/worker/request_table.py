@@ -21,7 +21,7 @@ class RequestTable:
 
     last_token    `[rows + 1]` int64: the newest token of each row, not yet computed
     length        `[rows + 1]` int64: tokens whose keys and values are in the cache
-    block_tables  per cache group `[rows + 1, max_blocks]` int32; the dummy row's blocks are all 0
+    block_tables  `[cache groups, rows + 1, max_blocks]` int32; the dummy row's blocks are all 0
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class RequestTable:
         rows = max_num_seqs + 1
         self.dummy = max_num_seqs
         self.last_token, self.length = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
-        self.block_tables = [torch.zeros(rows, max_blocks, dtype=torch.int32, device=device) for _ in range(num_groups)]
+        self.block_tables = torch.zeros(num_groups, rows, max_blocks, dtype=torch.int32, device=device)
         self.sampling = SamplingState.empty(rows, device)
         self.tokens = TokenState(rows, vocab_size, device)
 
@@ -40,7 +40,7 @@ class RequestTable:
         arrays: list[np.ndarray] = []
         new = plan.new_rows
         if new is not None:
-            arrays += [new.rows, new.computed, *(getattr(new, name) for name in SamplingState.names())]
+            arrays += [new.rows, new.computed, SamplingState.pack(new)]
         for group in plan.new_blocks:
             if len(group.rows):
                 arrays += [group.rows, group.columns, group.blocks]
@@ -51,8 +51,7 @@ class RequestTable:
         if plan.new_rows is not None:
             rows = next(staged).long()
             self.length[rows] = next(staged).long()
-            for name in SamplingState.names():
-                getattr(self.sampling, name)[rows] = next(staged)
+            self.sampling.put(rows, next(staged))
             self.tokens.clear(rows)
         for group, table in zip(plan.new_blocks, self.block_tables):
             if len(group.rows):

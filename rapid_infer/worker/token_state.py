@@ -1,6 +1,7 @@
 """What rows say of single tokens: biases, stop ids, how often each token was seen, and which ids are allowed.
 
-The tables are as wide as the vocabulary, so each exists only once a request has needed it.
+The tables are as wide as the vocabulary, so each exists only once a request has needed it. Nothing here waits for the
+device. A CUDA graph may hold `process` and `count`: it is good as long as `signature` is what it was at the capture.
 """
 
 from __future__ import annotations
@@ -33,6 +34,14 @@ class TokenState:
         self.output_counts: Tensor | None = None
         self.mask_bits: Tensor | None = None
 
+    @property
+    def signature(self) -> tuple[int, int, bool, bool]:
+        """Changes whenever a table appears or another takes its place; the old one is never written again.
+
+        Widths of the stop and bias lists, and which of the wide tables exist.
+        """
+        return self.stop_ids.shape[1], self.bias_ids.shape[1], self.in_prompt is not None, self.mask_bits is not None
+
     @staticmethod
     def delta(lists: TokenLists | None, masks: RowMasks | None) -> list[np.ndarray]:
         """The arrays that `apply` takes, in its order."""
@@ -47,13 +56,13 @@ class TokenState:
 
     def clear(self, rows: Tensor) -> None:
         """Rows `[n]` int64 start anew."""
-        self.stop_ids[rows] = -1
-        self.bias_values[rows] = 0.0
+        self.stop_ids.index_fill_(0, rows, -1)
+        self.bias_values.index_fill_(0, rows, 0.0)
         if self.in_prompt is not None and self.output_counts is not None:
-            self.in_prompt[rows] = False
-            self.output_counts[rows] = 0
+            self.in_prompt.index_fill_(0, rows, False)
+            self.output_counts.index_fill_(0, rows, 0)
         if self.mask_bits is not None:
-            self.mask_bits[rows] = -1
+            self.mask_bits.index_fill_(0, rows, -1)
 
     def apply(self, lists: TokenLists | None, masks: RowMasks | None, staged: Iterator[Tensor]) -> None:
         """Take over what new rows bring; `staged` yields the arrays of `delta` on the device."""
@@ -66,11 +75,8 @@ class TokenState:
             self.bias_ids[bias[0], bias[1]] = bias[2]
             self.bias_values[bias[0], bias[1]] = next(staged)
             if len(lists.prompt.rows):
-                in_prompt, counts = self._seen()
-                in_prompt[prompt[0], prompt[2]] = True
-                counts.index_put_(
-                    (output[0], output[2]), torch.ones_like(output[2], dtype=torch.int32), accumulate=True
-                )
+                self._seen()[prompt[0], prompt[2]] = True
+                self.count(output[0], output[2])
         if masks is not None:
             if self.mask_bits is None:
                 self.mask_bits = torch.full(
@@ -79,12 +85,13 @@ class TokenState:
             rows = next(staged).long()
             self.mask_bits[rows] = next(staged).view(len(masks.rows), -1)
 
-    def _seen(self) -> tuple[Tensor, Tensor]:
-        if self.in_prompt is None or self.output_counts is None:
+    def _seen(self) -> Tensor:
+        """`in_prompt`; from here on both it and `output_counts` exist."""
+        if self.in_prompt is None:
             shape = (self._rows, self._vocab)
             self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=self._device)
             self.output_counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
-        return self.in_prompt, self.output_counts
+        return self.in_prompt
 
     def process(
         self, logits: Tensor, rows: Tensor, lengths: Tensor, state: SamplingState, features: SamplingFeatures
@@ -92,8 +99,8 @@ class TokenState:
         """New logits: bias, then masks, stop ids below the minimum length, then penalties.
 
         logits fp32 `[n, vocab]`; rows and lengths (total, before the new token) `[n]`; `state` of the same rows. A row
-        is
-        left with at least one token that is not minus infinity.
+        is left with at least one token that is not minus infinity. A row may stand there several times. No table is
+        made here: one that does not exist yet has nothing to say.
         """
         if features.bias:
             logits = logits.scatter_add(1, self.bias_ids[rows], self.bias_values[rows])
@@ -101,8 +108,8 @@ class TokenState:
             logits = logits.masked_fill(~unpack(self.mask_bits[rows], logits.shape[1]), -math.inf)
         if features.min_tokens:
             logits = self._forbid_stop(logits, rows, lengths < state.min_length)
-        if features.penalties:
-            logits = self._penalize(logits, rows, state)
+        if features.penalties and self.in_prompt is not None and self.output_counts is not None:
+            logits = _penalize(logits, self.in_prompt[rows], self.output_counts[rows], state)
         return logits
 
     def _forbid_stop(self, logits: Tensor, rows: Tensor, early: Tensor) -> Tensor:
@@ -115,29 +122,31 @@ class TokenState:
         empty = masked.amax(dim=-1, keepdim=True) == -math.inf
         return torch.where(empty, logits, masked)
 
-    def _penalize(self, logits: Tensor, rows: Tensor, state: SamplingState) -> Tensor:
-        in_prompt, output_counts = self._seen()
-        counts = output_counts[rows]
-        in_output = counts > 0
-        repetition = state.repetition_penalty.unsqueeze(1)
-        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-        logits = torch.where(in_prompt[rows] | in_output, repeated, logits)
-        fixed = state.presence_penalty.unsqueeze(1) * in_output
-        return logits - fixed - state.frequency_penalty.unsqueeze(1) * counts
-
     def count(self, rows: Tensor, tokens: Tensor) -> None:
-        """Note the tokens just chosen, both `[n]` int64."""
+        """Note tokens that were chosen, both `[n]` int64. Pairs may repeat; a padding row's counts mean nothing."""
         if self.output_counts is not None:
             ones = torch.ones_like(tokens, dtype=torch.int32)
-            self.output_counts.index_put_((rows, tokens), ones, accumulate=True)
+            # Flat, since a scatter in one dimension adds by atomics, where index_put_ sorts its indices first.
+            self.output_counts.view(-1).scatter_add_(0, rows * self._vocab + tokens, ones)
+
+
+def _penalize(logits: Tensor, in_prompt: Tensor, counts: Tensor, state: SamplingState) -> Tensor:
+    """All `[n, vocab]`, `state` `[n]`."""
+    in_output = counts > 0
+    repetition = state.repetition_penalty.unsqueeze(1)
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(in_prompt | in_output, repeated, logits)
+    fixed = state.presence_penalty.unsqueeze(1) * in_output
+    return logits - fixed - state.frequency_penalty.unsqueeze(1) * counts
 
 
 def _widen(table: Tensor, columns: np.ndarray, fill: float) -> Tensor:
-    """`table` with room for these columns."""
+    """`table`, or a wider one with room for these columns; in powers of two, so that few graphs ever see another."""
     need = int(columns.max(initial=-1)) + 1
     if need <= table.shape[1]:
         return table
-    wider = torch.full((table.shape[0], need), fill, dtype=table.dtype, device=table.device)
+    width = 1 << (need - 1).bit_length()
+    wider = torch.full((table.shape[0], width), fill, dtype=table.dtype, device=table.device)
     wider[:, : table.shape[1]] = table
     return wider
 

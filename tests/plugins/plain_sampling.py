@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 from rapid_infer import SamplingParams
+from rapid_infer.ops.noise import gumbel
 from rapid_infer.testing import Oracle
-from rapid_infer.worker.noise import gumbel
 
 Allowed = Callable[[list[int]], Sequence[int]]
 """From the output so far to the ids that may follow."""

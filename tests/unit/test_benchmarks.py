@@ -245,8 +245,8 @@ def common_arguments(model: Path, output: Path) -> list[str | Path]:
 
 
 def test_bench_latency(tiny: Path, tmp_path: Path) -> None:
-    output, trace = tmp_path / "results" / "latency.json", tmp_path / "trace.json"
-    own = ["--batch-size", "2", "--output-len", "5", "--detail", "--profile", trace, "--profile-steps", "2"]
+    output, traces = tmp_path / "results" / "latency.json", tmp_path / "traces"
+    own = ["--batch-size", "2", "--output-len", "5", "--detail", "--profile", traces, "--profile-steps", "2"]
     done = start("bench_latency.py", *common_arguments(tiny, output), *own)
     assert done.returncode == 0, done.stderr
     assert "TTFT ms" in done.stdout
@@ -260,7 +260,10 @@ def test_bench_latency(tiny: Path, tmp_path: Path) -> None:
     assert "bench_latency.py --model" in found.command
     assert found.engine_options["given"]["load_format"] == "dummy"
     assert found.command in output.with_suffix(".log").read_text()
-    assert json.loads(trace.read_text())["traceEvents"]
+    trace = traces / "latency.trace.json"
+    assert f"trace {trace}" in done.stdout
+    spans = [e["name"] for e in json.loads(trace.read_text())["traceEvents"] if e.get("cat") == "user_annotation"]
+    assert spans.count("llm_engine.step") == 2
 
 
 def test_bench_offline_throughput(tiny: Path, tmp_path: Path) -> None:

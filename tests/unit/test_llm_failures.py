@@ -81,15 +81,14 @@ def test_non_finite_logits_end_only_their_request(llm: LLM, monkeypatch: pytest.
     good = PROMPT[5:20]
     expected = tokens(llm, good)
     head = llm.engine.executor.runner.model.head
-    original = head.logits
+    original = head.argmax
 
-    def logits(hidden: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
-        scores = original(hidden, rows)
-        if len(scores) > 1:
-            scores[1, 7] = float("nan")
-        return scores
+    def argmax(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        value, index = original(hidden)
+        value[1:2] = float("nan")
+        return value, index
 
-    monkeypatch.setattr(head, "logits", logits)
+    monkeypatch.setattr(head, "argmax", argmax)
     first, second = llm.generate([good, PROMPT], GREEDY)
     assert first.outputs[0].token_ids == expected
     assert second.outputs[0].finish_reason == "error"

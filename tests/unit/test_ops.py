@@ -45,7 +45,8 @@ def check(defined: Op, provider: str, case: Case, dtype: torch.dtype) -> None:
     expected = defined.reference(**expected_args)
     got = defined.providers[provider].fn(**got_args)
     pairs = [(expected_args[name], got_args[name]) for name in defined.mutates]
-    pairs += list(zip(expected, got)) if isinstance(expected, tuple) else [(expected, got)]
+    if expected is not None:
+        pairs += list(zip(expected, got)) if isinstance(expected, tuple) else [(expected, got)]
     assert isinstance(got, tuple) == isinstance(expected, tuple)
     for want, have in pairs:
         assert have.shape == want.shape
@@ -74,7 +75,8 @@ def test_arguments_are_mutated_only_where_the_op_says_so(name: str) -> None:
     for case in defined.inputs(torch.float32, "cpu"):
         args = {key: copy(value) for key, value in case.kwargs.items()}
         defined.reference(**args)
-        changed = {k for k, v in args.items() if isinstance(v, Tensor) and not torch.equal(v, case.kwargs[k])}
+        tensors = {key: value for key, value in args.items() if isinstance(value, Tensor)}
+        changed = {k for k, v in tensors.items() if not torch.equal(v.nan_to_num(), case.kwargs[k].nan_to_num())}
         assert changed == set(defined.mutates)
 
 

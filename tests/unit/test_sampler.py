@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from rapid_infer.engine.step_plan import SamplingFeatures
-from rapid_infer.worker.noise import gumbel, uniform
-from rapid_infer.worker.sampler import SamplingState, sample, truncate
+from rapid_infer.ops import truncate_logits
+from rapid_infer.ops.noise import gumbel, uniform
+from rapid_infer.worker.sampler import SamplingState, sample
 
 RANDOM = SamplingFeatures(random=True)
 TRUNCATED = SamplingFeatures(random=True, truncated=True)
@@ -76,7 +77,7 @@ def test_the_interval_is_open_so_that_gumbel_noise_is_finite(monkeypatch: pytest
     assert float(values.min()) > 0
     assert float(values.max()) < 1
     for bits in (0, 0xFFFFFFFF):
-        monkeypatch.setattr("rapid_infer.worker.noise._mix", lambda x, bits=bits: torch.full_like(x, bits))
+        monkeypatch.setattr("rapid_infer.ops.noise._mix", lambda x, bits=bits: torch.full_like(x, bits))
         extreme = uniform(*key(1), 3)
         assert bool(((extreme > 0) & (extreme < 1)).all())
         assert bool(gumbel(*key(1), 3).isfinite().all())
@@ -124,7 +125,8 @@ def test_settings_of_one_row_do_not_reach_another() -> None:
 
 
 def kept(logits: list[float], top_k: int = 0, top_p: float = 1.0) -> list[int]:
-    left = truncate(torch.tensor([logits]), torch.tensor([top_k], dtype=torch.int32), torch.tensor([top_p]))
+    k, p = torch.tensor([top_k], dtype=torch.int32), torch.tensor([top_p])
+    left = truncate_logits(torch.tensor([logits]), k, p, None)
     return torch.nonzero(left[0] > -math.inf).flatten().tolist()
 
 
@@ -154,7 +156,7 @@ def test_top_p_counts_what_top_k_left() -> None:
 
 def test_truncation_leaves_the_kept_logits_as_they_are() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0]])
-    left = truncate(logits, torch.tensor([2], dtype=torch.int32), torch.tensor([1.0]))
+    left = truncate_logits(logits, torch.tensor([2], dtype=torch.int32), torch.tensor([1.0]), None)
     assert left.tolist() == [[-math.inf, 3.0, 2.0]]
 
 

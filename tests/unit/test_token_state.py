@@ -10,19 +10,24 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rapid_infer.engine.masks import AllowedTokens
 from rapid_infer.engine.plan_builder import PlanBuilder
 from rapid_infer.engine.request import Request
 from rapid_infer.engine.rows import Rows
-from rapid_infer.engine.step_plan import SamplingFeatures, StepPlan
+from rapid_infer.engine.step_plan import RowMasks, RowTokens, SamplingFeatures, StepPlan, TokenLists
 from rapid_infer.params import SamplingParams
+from rapid_infer.worker.logprobs import gather_logprobs
 from rapid_infer.worker.request_table import RequestTable
+from rapid_infer.worker.sampler import SamplingState, sample
 from rapid_infer.worker.staging import Staging
+from rapid_infer.worker.token_state import TokenState
 
 ROWS, VOCAB = 4, 37
 INF = math.inf
 PROMPT = (3, 3, 9)
+_DTYPES = {np.int32: torch.int32, np.float32: torch.float32}
 
 
 class Device:
@@ -155,6 +160,76 @@ def test_wider_lists_keep_what_earlier_rows_said(device: Device, logits: Tensor)
     wanted = changed(logits[1], {t: -INF for t in (1, 2, 3)})
     wanted[10:20] += 2
     assert torch.equal(second, wanted)
+
+
+def test_the_signature_says_when_a_table_is_another_one(device: Device) -> None:
+    tokens = device.table.tokens
+    held = {"stop": tokens.stop_ids, "bias": tokens.bias_ids}
+    assert tokens.signature == (1, 1, False, False)
+    device.start(request(stop=(6,), min_tokens=9))
+    assert tokens.signature == (1, 1, False, False)
+    assert tokens.stop_ids is held["stop"]
+    device.start(request(logit_bias={t: 2.0 for t in range(5)}, stop=(1, 2, 3), min_tokens=9))
+    assert tokens.signature == (4, 8, False, False)
+    assert held["stop"][:, 0].tolist() == [6, -1, -1, -1, -1]
+    device.start(request(presence_penalty=1.0))
+    device.start(request(allowed_token_ids=[1]))
+    assert tokens.signature == (4, 8, True, True)
+    before = hash(tokens.signature)
+    device.rows.give_back(1)
+    device.start(request(logit_bias={t: 2.0 for t in range(8)}, output=[4], presence_penalty=1.0))
+    assert hash(tokens.signature) == before
+
+
+def test_a_table_that_does_not_exist_has_nothing_to_say(device: Device, logits: Tensor) -> None:
+    all_on = SamplingFeatures(penalties=True, bias=True, min_tokens=True, masks=True)
+    at, tokens = torch.arange(ROWS), device.table.tokens
+    after = tokens.process(logits, at, torch.full((ROWS,), 3), device.table.sampling.take(at), all_on)
+    assert torch.equal(after, logits)
+    tokens.count(at, at)
+    assert tokens.signature == (1, 1, False, False)
+
+
+def test_a_padding_row_may_be_counted_often(device: Device) -> None:
+    device.start(request(presence_penalty=1.0))
+    tokens = device.table.tokens
+    tokens.count(torch.tensor([ROWS, 0, ROWS, ROWS]), torch.tensor([0, 5, 0, 0]))
+    assert tokens.output_counts is not None
+    assert torch.nonzero(tokens.output_counts[:ROWS]).tolist() == [[0, 5]]
+
+
+def test_packed_settings_are_those_of_the_single_fields(device: Device) -> None:
+    plan = device.start(request(temperature=0.3, top_k=7, seed=-(2**40)), request(top_p=0.5, min_p=0.25, min_tokens=2))
+    assert plan.new_rows is not None
+    packed = SamplingState.empty(ROWS + 1, torch.device("cpu"))
+    packed.put(torch.tensor([0, 1]), torch.from_numpy(SamplingState.pack(plan.new_rows)))
+    for name in SamplingState.names():
+        got = getattr(packed, name)
+        assert torch.equal(got, getattr(device.table.sampling, name)), name
+        assert got[:2].tolist() == getattr(plan.new_rows, name).tolist()
+
+
+def test_nothing_waits_for_the_device() -> None:
+    """Fake tensors have no values: whatever asked for one, or for a size that depends on one, would raise."""
+    ids = np.array([0, 1, 2], np.int32)
+    some = RowTokens(ids, ids, ids)
+    lists = TokenLists(stop=some, bias=some, bias_values=ids.astype(np.float32), prompt=some, output=some)
+    masks = RowMasks(ids[:2], np.zeros((2, 2), np.int32))
+    on = SamplingFeatures(
+        random=True, truncated=True, min_p=True, penalties=True, bias=True, min_tokens=True, masks=True
+    )
+    with FakeTensorMode():
+        tokens, state = TokenState(ROWS, VOCAB, torch.device("cpu")), SamplingState.empty(ROWS, torch.device("cpu"))
+        staged = [torch.empty(array.shape, dtype=_DTYPES[array.dtype.type]) for array in TokenState.delta(lists, masks)]
+        rows, logits = torch.zeros(3, dtype=torch.int64), torch.zeros(3, VOCAB)
+        tokens.clear(rows)
+        tokens.apply(lists, masks, iter(staged))
+        state.put(rows, torch.zeros(3 * state.words.shape[1], dtype=torch.int32))
+        state = state.take(rows)
+        for features in (on, SamplingFeatures(random=True), SamplingFeatures()):
+            chosen, failed = sample(tokens.process(logits, rows, rows, state, features), state, rows, features)
+            tokens.count(rows, chosen)
+            assert failed.shape == gather_logprobs(logits, chosen, 5).rank.shape == (3,)
 
 
 def test_a_row_begins_without_what_its_last_owner_left(device: Device, logits: Tensor) -> None:

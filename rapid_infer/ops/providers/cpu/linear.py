@@ -35,3 +35,14 @@ def _pack(weight: Tensor) -> Tensor:
 @register("linear", "onednn", priority=10, supports=_cannot, prepare=_pack)
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     return _linear_pointwise(x, weight, None, "none", [], "")
+
+
+@register("lm_head", "onednn", priority=10, supports=_cannot, prepare=_pack)
+def lm_head(hidden: Tensor, weight: Tensor) -> Tensor:
+    return linear(hidden, weight).float()
+
+
+@register("lm_head_argmax", "onednn", priority=10, supports=_cannot, prepare=_pack)
+def lm_head_argmax(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    value, index = linear(hidden, weight).float().max(dim=-1)
+    return value, index

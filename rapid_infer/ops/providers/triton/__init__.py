@@ -11,6 +11,16 @@ for _op, _module in (
     ("rms_norm", "norm"),
     ("fused_add_rms_norm", "norm"),
     ("silu_and_mul", "activation"),
+    ("linear", "linear"),
+    ("linear_silu_and_mul", "linear"),
+    ("lm_head", "linear"),
+    ("lm_head_argmax", "linear"),
     ("qk_norm_rope_kv_write", "rope_kv_write"),
+    ("truncate_logits", "truncate"),
+    ("gumbel_argmax", "sampling"),
+    ("paged_attention", "attention"),
+    ("decode_inputs", "decode_step"),
+    ("embedding", "embedding"),
+    ("commit_tokens", "decode_step"),
 ):
     register_lazy(_op, "triton", f"{_HERE}.{_module}:{_op}", priority=PRIORITY, supports=unavailable)

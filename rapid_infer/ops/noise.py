@@ -2,8 +2,7 @@
 
 Every rank computes the same noise without a broadcast, a row's noise does not depend on its neighbours, and a step that
 runs again draws the same. The mixer is MurmurHash3's 32-bit finalizer (Appleby, public domain), twice per element under
-a 64-bit
-row key.
+a 64-bit row key. Kernels compute the same bits (`providers/triton/sampling.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +13,10 @@ import torch
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
+
+
+LOW_KEY, HIGH_KEY = 0x243F6A88, 0x13198A2E
+"""Where the two halves of a row key start."""
 
 
 class Purpose(IntEnum):
@@ -43,8 +46,8 @@ def uniform(
     seed: Tensor, sample_index: Tensor, position: Tensor, size: int, purpose: Purpose = Purpose.SAMPLE
 ) -> Tensor:
     """fp32 `[rows, size]` in the open interval (0, 1). seed int64, sample_index and position integer, all `[rows]`."""
-    low = _row_key(seed, sample_index, position, purpose, 0x243F6A88).unsqueeze(1)
-    high = _row_key(seed, sample_index, position, purpose, 0x13198A2E).unsqueeze(1)
+    low = _row_key(seed, sample_index, position, purpose, LOW_KEY).unsqueeze(1)
+    high = _row_key(seed, sample_index, position, purpose, HIGH_KEY).unsqueeze(1)
     ids = torch.arange(size, device=seed.device)
     bits = _mix(_mix((ids + low) & _MASK) ^ high)
     # 23 bits and a half: the largest value stays below 1 in fp32, where 24 bits would round to it.

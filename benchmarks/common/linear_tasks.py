@@ -1,0 +1,105 @@
+"""The products that are tuned, and the configurations that are tried for each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from rapid_infer.ops.providers.triton.linear_config import Config, choose, padded_rows
+
+
+@dataclass(frozen=True)
+class Task:
+    """One product. op: linear; gated (weight `[2 n, k]`, with SiLU); logits (fp32 out); argmax."""
+
+    name: str
+    n: int
+    k: int
+    op: str = "linear"
+
+    @property
+    def gated(self) -> bool:
+        return self.op == "gated"
+
+    @property
+    def rows(self) -> int:
+        return self.n * (1 + self.gated)
+
+
+TASKS = [
+    Task(f"{model}-{name}", n, k, op)
+    for model, shapes in {
+        "8b": [
+            ("qkv", 6144, 4096, "linear"), ("o", 4096, 4096, "linear"), ("gate_up", 24576, 4096, "linear"),
+            ("gated", 12288, 4096, "gated"), ("down", 4096, 12288, "linear"), ("logits", 151936, 4096, "logits"),
+            ("argmax", 151936, 4096, "argmax"),
+        ],
+        "0.6b": [
+            ("qkv", 4096, 1024, "linear"), ("o", 1024, 2048, "linear"), ("gate_up", 6144, 1024, "linear"),
+            ("gated", 3072, 1024, "gated"), ("down", 1024, 3072, "linear"), ("logits", 151936, 1024, "logits"),
+            ("argmax", 151936, 1024, "argmax"),
+        ],
+    }.items()
+    for name, n, k, op in shapes
+]  # fmt: skip
+TOKENS = (1, 4, 16, 32, 64)
+
+# (block_n, block_k, warps, stages): x on the left; mma, or wgmma for 64 rows.
+LEFT = {
+    16: [(16, 256, 2, 5), (16, 512, 2, 4), (32, 128, 4, 6), (32, 256, 4, 4), (32, 256, 4, 6), (64, 128, 4, 4),
+         (64, 128, 4, 6), (64, 256, 4, 4), (64, 256, 8, 4), (128, 128, 4, 4)],
+    32: [(16, 256, 2, 4), (32, 128, 4, 6), (32, 256, 4, 4), (32, 256, 4, 5), (64, 128, 4, 4), (64, 128, 4, 6),
+         (64, 256, 4, 3), (128, 128, 4, 4)],
+    64: [(16, 256, 4, 3), (32, 128, 4, 4), (32, 128, 4, 6), (32, 256, 4, 4), (64, 128, 4, 3), (64, 128, 4, 5),
+         (64, 256, 4, 3), (128, 64, 4, 5), (128, 128, 4, 3)],
+}  # fmt: skip
+# The same and whether by TMA: the weight on the left, wgmma.
+RIGHT = {
+    16: [(64, 128, 4, 3, False), (64, 128, 4, 5, False), (64, 128, 4, 4, True), (64, 256, 4, 3, True),
+         (128, 128, 4, 4, True)],
+    32: [(64, 128, 4, 3, False), (64, 128, 4, 5, False), (64, 128, 4, 4, True), (64, 256, 4, 3, True),
+         (128, 128, 4, 4, True)],
+    64: [(64, 128, 4, 3, False), (64, 128, 4, 4, True), (128, 64, 4, 5, True), (128, 128, 4, 3, True)],
+}  # fmt: skip
+# (block_n, block_k, warps, stages); stages of a loop, which is left out where the splits cover K at once.
+GEMV = [
+    (1, 4096, 2, 1), (2, 4096, 4, 1), (4, 4096, 4, 1), (4, 4096, 8, 1), (8, 4096, 8, 1),
+    (2, 2048, 2, 1), (4, 2048, 4, 1), (8, 2048, 4, 1), (4, 2048, 4, 3),
+    (2, 1024, 1, 1), (4, 1024, 2, 1), (4, 1024, 4, 1), (8, 1024, 4, 1), (16, 1024, 4, 1), (8, 1024, 4, 3),
+    (8, 512, 4, 4), (16, 512, 4, 3), (16, 256, 4, 6), (32, 256, 4, 4),
+]  # fmt: skip
+
+
+def candidates(task: Task, m: int, sms: int) -> list[Config]:
+    """At most 26, what is chosen today first."""
+    rows, found = padded_rows(m), []
+    if (today := choose(task.n, task.k, m, torch.bfloat16, sms, task.gated)) is not None:
+        found.append(today)
+    if m == 1:
+        for block_n, block_k, warps, stages in GEMV:
+            if block_k > 2 * task.k:
+                continue
+            pieces = -(-task.k // block_k)
+            if task.gated:
+                block_n = max(block_n // 2, 1)
+            found.append(Config(block_n, block_k, 1, warps, stages, gemv=True, ahead=1))
+            if 1 < pieces <= 4 and stages == 1:
+                found.append(replace(found[-1], splits=pieces))
+    tiles = [Config(bn, bk, 1, w, s, ahead=4) for bn, bk, w, s in LEFT[rows]]
+    tiles += [Config(bn, bk, 1, w, s, weight_first=True, tma=t, ahead=4) for bn, bk, w, s, t in RIGHT[rows]]
+    if m == 1:
+        tiles = tiles[2:5]
+    if task.gated:
+        tiles = [replace(tile, block_k=tile.block_k // 2) for tile in tiles]
+    found += tiles
+    split = []
+    for tile in tiles:
+        most = min(4, int(3.2 * sms) // -(-task.n // tile.block_n), task.k // (4 * tile.block_k))
+        split += [replace(tile, splits=count) for count in sorted({2, most}) if 1 < count <= most]
+    # The widest tiles gain most from a split.
+    found += sorted(split, key=lambda tile: -tile.block_n)
+    found += [replace(tile, ahead=ahead) for tile in tiles[1::3] for ahead in (0, 16)]
+    plain = task.op != "argmax"
+    fitting = [c for c in dict.fromkeys(found) if c.fits(m, task.n, task.gated) and (plain or c.splits == 1)]
+    return fitting[:26]

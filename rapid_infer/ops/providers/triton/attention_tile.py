@@ -1,0 +1,131 @@
+"""What decode and prefill share inside a kernel: addressing paged keys, and the online softmax over tiles of them.
+
+Scores are kept in units of log2, so that one exp2 makes a weight.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rapid_infer.ops.providers.triton.facts import INTERPRETED
+
+TILE_BYTES = 16384
+"""Of one tile of keys: with pipelined keys and values, two programs still fit a multiprocessor's shared memory."""
+MAX_TILE = 64
+"""Keys; a whole page, so that a tile needs one entry of the block table."""
+LOG2E = math.log2(math.e)
+
+# The interpreter multiplies the bit patterns of bf16.
+_UPCAST = tl.constexpr(INTERPRETED)
+_LOG2E = tl.constexpr(LOG2E)
+_LN2 = tl.constexpr(math.log(2))
+
+
+def tile_constants(q: Tensor, k_cache: Tensor) -> dict[str, int]:
+    """Constants of both kernels that follow from the shapes of q `[tokens, heads, head_dim]` and the cache."""
+    _, block_size, kv_heads, dim = k_cache.shape
+    padded = max(triton.next_power_of_2(dim), 16)
+    tile = min(max(TILE_BYTES // (padded * k_cache.element_size()), 16), MAX_TILE)
+    return {
+        "GROUP": q.shape[1] // kv_heads,
+        "DIM": dim,
+        "DIM_PAD": padded,
+        "TILE": tile,
+        "BLOCK_SIZE": block_size,
+    }
+
+
+def score_scales(scale: float, soft_cap: float | None) -> dict[str, Any]:
+    """Kernel arguments that turn a product of q and k into a score in units of log2."""
+    if soft_cap is None:
+        return {"scale": scale * LOG2E, "cap": 0.0, "CAP": False}
+    return {"scale": 2 * LOG2E * scale / soft_cap, "cap": soft_cap * LOG2E, "CAP": True}
+
+
+@triton.jit
+def matmul(a, b, acc):
+    if _UPCAST:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def load_blocks(table_ptr, first, keys, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """The block of the keys from `first` on, a multiple of TILE, or, where a tile is not within one, their `[TILE]`."""
+    if BLOCK_SIZE % TILE == 0:
+        return tl.load(table_ptr + first // BLOCK_SIZE, mask=first < keys, other=0)
+    else:
+        key = first + tl.arange(0, TILE)
+        return tl.load(table_ptr + key // BLOCK_SIZE, mask=key < keys, other=0)
+
+
+@triton.jit
+def attend(
+    acc, top, total, q, position, k_ptr, v_ptr, table_ptr, begin, end, keys, block_stride, token_stride,
+    window, scale, cap,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """Take the keys `begin .. end` of a row that has `keys` into (acc `[M, DIM_PAD]`, top `[M]`, total `[M]`).
+
+    q `[M, DIM_PAD]` stands at `position` `[M]`; `begin` is a multiple of TILE. Without MASKED every q sees all of them.
+    """
+    dim = tl.arange(0, DIM_PAD)
+    # One tile ahead and by hand: Triton would take a load that others depend on for a stage of its own, and with that
+    # stage keep fewer keys and values under way.
+    blocks = load_blocks(table_ptr, begin, keys, TILE, BLOCK_SIZE)
+    for first in range(begin, end, TILE):
+        key = first + tl.arange(0, TILE)
+        slot = (first % BLOCK_SIZE + tl.arange(0, TILE)) if BLOCK_SIZE % TILE == 0 else key % BLOCK_SIZE
+        at = (blocks.to(tl.int64) * block_stride + slot * token_stride)[:, None] + dim[None, :]
+        blocks = load_blocks(table_ptr, first + TILE, keys, TILE, BLOCK_SIZE)
+        if MASKED:
+            # Slots past the last key may hold NaN, which a weight of zero does not hide.
+            inside = (key < keys)[:, None] & (dim < DIM)[None, :]
+            k = tl.load(k_ptr + at, mask=inside, other=0.0)
+            v = tl.load(v_ptr + at, mask=inside, other=0.0)
+        elif DIM < DIM_PAD:
+            k = tl.load(k_ptr + at, mask=(dim < DIM)[None, :], other=0.0)
+            v = tl.load(v_ptr + at, mask=(dim < DIM)[None, :], other=0.0)
+        else:
+            k = tl.load(k_ptr + at)
+            v = tl.load(v_ptr + at)
+        score = matmul(q, tl.trans(k), tl.zeros([q.shape[0], TILE], tl.float32)) * scale
+        if CAP:
+            score = cap - 2.0 * cap / (tl.exp2(score) + 1.0)
+        if MASKED:
+            seen = key[None, :] <= position[:, None]
+            if WINDOW:
+                seen = seen & (key[None, :] > position[:, None] - window)
+            score = tl.where(seen, score, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, 1))
+        base = higher
+        if MASKED:
+            # A q that has seen no key yet: minus infinity less itself would be NaN.
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp2(score - base[:, None])
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(weight, 1)
+        acc = matmul(weight.to(v.dtype), v, acc * shrink[:, None])
+        top = higher
+    return acc, top, total
+
+
+@triton.jit
+def finish(acc, top, total, sinks_ptr, head, exists, SINKS: tl.constexpr):
+    """(`[M, DIM_PAD]` attention, `[M]` natural log of the denominator) of `[M]` query heads; zeros without keys."""
+    if SINKS:
+        sink = tl.load(sinks_ptr + head, mask=exists, other=0.0).to(tl.float32) * _LOG2E
+        higher = tl.maximum(top, sink)
+        shrink = tl.exp2(top - higher)
+        total = total * shrink + tl.exp2(sink - higher)
+        acc = acc * shrink[:, None]
+        top = higher
+    total = tl.where(total > 0.0, total, 1.0)
+    return acc / total[:, None], (top + tl.log2(total)) * _LN2

@@ -1,0 +1,99 @@
+"""How much GPU memory the caches may take: all of the allowed share but what weights and the largest step need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rapid_infer.cache.budget import GIB
+from rapid_infer.config import EngineConfig
+from rapid_infer.engine.step_plan import RowTokens, SamplingFeatures, StepPlan, TokenLists
+from rapid_infer.worker.model_runner import ModelRunner
+
+WORST = SamplingFeatures(random=True, truncated=True, min_p=True, penalties=True, bias=True, logprobs=20)
+GRAPH_OVERHEAD = GIB // 4
+"""What recorded graphs take beside their buffers: their nodes live in device memory."""
+
+
+@dataclass(frozen=True)
+class MemoryProfile:
+    """Bytes of one GPU. `weights` counts all that is allocated before a step; `other` is held outside the allocator.
+
+    `step` is the peak of the largest step over that, `graphs` what recorded graphs will keep.
+    """
+
+    total: int
+    utilization: float
+    weights: int
+    other: int
+    step: int
+    graphs: int
+
+    @property
+    def cache(self) -> int:
+        """What is left for the caches; below zero when nothing is."""
+        return int(self.total * self.utilization) - self.weights - self.other - self.step - self.graphs
+
+    def __str__(self) -> str:
+        parts = (
+            ("weights and tables", self.weights),
+            ("the largest step", self.step),
+            ("CUDA graphs", self.graphs),
+            ("CUDA itself and other processes", self.other),
+        )
+        taken = ", ".join(f"{size / GIB:.2f} for {name}" for name, size in parts)
+        return (
+            f"GPU memory: {self.total / GIB:.2f} GiB x gpu_memory_utilization {self.utilization:g} = "
+            f"{self.total * self.utilization / GIB:.2f} GiB; {taken}; {self.cache / GIB:.2f} GiB left for the KV cache"
+        )
+
+
+def measure(runner: ModelRunner, config: EngineConfig) -> MemoryProfile:
+    """Run the largest step there can be, through the same code as any other; small caches must be bound.
+
+    Every row reads and writes block 0 only, which belongs to nobody.
+    """
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    _run(runner, config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
+    step = torch.cuda.max_memory_allocated() - before
+    graphs = 0
+    if not config.enforce_eager:
+        torch.cuda.reset_peak_memory_stats()
+        tables = torch.cuda.memory_allocated()
+        _run(runner, config.scheduler.max_num_seqs, config.scheduler.max_num_seqs)
+        graphs = torch.cuda.max_memory_allocated() - tables + GRAPH_OVERHEAD
+    runner.table.length.zero_()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    other = total - free - torch.cuda.memory_reserved()
+    return MemoryProfile(total, config.cache.gpu_memory_utilization, before, other, step, graphs)
+
+
+def _run(runner: ModelRunner, rows: int, tokens: int) -> None:
+    """One step of `tokens` tokens over `rows` rows, each as long as it can be and all with every sampling feature."""
+    query_lens = np.full(rows, tokens // rows, np.int32)
+    query_lens[rows - tokens % rows :] += 1
+    query_lens = np.minimum(query_lens, runner.max_model_len)
+    numbers, none = np.arange(rows, dtype=np.int32), np.zeros(0, np.int32)
+    one = RowTokens(numbers, np.zeros(rows, np.int32), np.zeros(rows, np.int32))
+    nothing = RowTokens(none, none, none)
+    plan = StepPlan(
+        step=0,
+        rows=numbers,
+        query_lens=query_lens,
+        tokens=np.zeros(int(query_lens.sum()), np.int32),
+        sampled=numbers,
+        new_rows=None,
+        new_blocks=(),
+        features=WORST,
+        max_query_len=int(query_lens.max()),
+        max_seq_len=int(query_lens.max()),
+        num_tokens=int(query_lens.sum()),
+        token_lists=TokenLists(nothing, one, np.zeros(rows, np.float32), one, nothing),
+    )
+    runner.collect(runner.launch(plan))

@@ -1,0 +1,255 @@
+"""What a replayed decode step does and does not do: the same bits as eager code, two launches, no wait."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rapid_infer import LLM
+from rapid_infer.worker.graph_runner import GraphRunner
+
+sys.path.insert(0, str(Path(__file__).parent))
+from gpu_traffic import PROFILES, graphs_of, params, prompts, replays, tokens, traffic
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+WAITS = ("aten::item", "aten::_local_scalar_dense", "aten::nonzero", "cudaStreamSynchronize", "cuStreamSynchronize")
+LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchCooperative", "cuLaunchCooperative")
+MEMORY = ("cudaMemcpy", "cuMemcpy", "cudaMemset", "cuMemset", "cudaMalloc", "cudaFree", "cudaHostAlloc", "cuMem")
+GRAPH = ("cudaGraphLaunch", "cuGraphLaunch")
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    return tiny("qwen3")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_replays_give_the_bits_of_the_same_code_run_eagerly(dtype, model, open_llm, monkeypatch):
+    """After each replayed step, its state is put back and the step runs again without the graphs."""
+    code: dict[Any, Callable[[], Any]] = {}
+    record = GraphRunner._record
+
+    def keep(self, what, run, *more):
+        graph, result = record(self, what, run, *more)
+        code[graph] = run
+        return graph, result
+
+    monkeypatch.setattr(GraphRunner, "_record", keep)
+    # Its own engine, by an option that nobody else sets, since its graphs must be recorded here.
+    llm = open_llm(model, dtype=dtype, queue_depth=1, seed=1)
+    graphs, table = graphs_of(llm), llm.engine.executor.runner.table
+    launch = graphs.launch
+    steps: Counter[tuple[str, int]] = Counter()
+    different: list[str] = []
+
+    def launch_twice(plan, **options):
+        counts = table.tokens.output_counts
+        state = [table.last_token, table.length, graphs.mailbox.step, *([] if counts is None else [counts])]
+        before = [tensor.clone() for tensor in state]
+        slot, logprobs = launch(plan, **options)
+        torch.cuda.synchronize()
+        after = [tensor.clone() for tensor in state]
+        n = len(plan.rows)
+        size = next(size for size in graphs.sizes if size >= n)
+        forward, finish = graphs._forward[size], graphs._finish[graphs._key(size, plan.features)]
+        results = graphs.mailbox.results[slot, :n]
+        replayed = [forward.hidden[:n].clone(), forward.lengths[:n].clone(), results.clone()]
+        scores = [] if logprobs is None else [tensor[:n].clone() for tensor in logprobs]
+        for tensor, value in zip(state, before):
+            tensor.copy_(value)
+        results.fill_(-7)
+        hidden, lengths = graphs.run_forward(size)
+        found = code[finish.graph]()
+        torch.cuda.synchronize()
+        eager = [hidden[:n], lengths[:n], results]
+        names = ["hidden states", "lengths", "tokens", "last tokens", "table lengths", "step", "counts"]
+        pairs = [*zip(replayed, eager), *zip(after, state), *zip(scores, [tensor[:n] for tensor in found or ()])]
+        names[len(replayed) + len(state) :] = ["log-probability ids", "values", "ranks"]
+        for name, (a, b) in zip(names, pairs):
+            if not torch.equal(a, b):
+                different.append(f"{name} of {n} rows, step {steps.total()}, {plan.features}")
+        if bool(hidden[:n].float().abs().sum() == 0) or bool((results < 0).any()):
+            different.append(f"nothing computed for {n} rows")
+        steps[profile, size] += 1
+        return slot, logprobs
+
+    monkeypatch.setattr(graphs, "launch", launch_twice)
+    for profile in PROFILES:
+        for logprobs in (None, 5) if profile == "everything" else (None,):
+            for n in (1, 2, 3, 7, 13):
+                # Some of these rows cross the end of a block within their 8 tokens.
+                batch = prompts([12 + 5 * i for i in range(n)], seed=n)
+                llm.generate(batch, [params(profile, i, max_tokens=8, logprobs=logprobs) for i in range(n)])
+    assert not different, different[:10]
+    # Of the 8 tokens a request may stop early, the first comes from the prompt's own step.
+    assert {size for _, size in steps} == {1, 2, 4, 8, 16}
+    assert all(steps[profile, size] > 0 for profile in PROFILES for size in (1, 2, 4, 8, 16))
+
+
+def calls_of(run: Callable[[], Any]) -> Counter[str]:
+    """How often `run` called what: operators and the CUDA API, as the host saw it."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+        run()
+    return Counter(event.name for event in recorded.events())
+
+
+def count(calls: Counter[str], names: tuple[str, ...]) -> dict[str, int]:
+    return {name: n for name, n in calls.items() if name.startswith(names)}
+
+
+@contextmanager
+def decoding(llm: LLM, profile: str) -> Iterator[None]:
+    """Five rows that have all begun to decode, with hundreds of tokens to go; a row count that is no bucket's."""
+    engine = llm.engine
+    names = [f"{profile} {n}" for n in range(5)]
+    for n, prompt in enumerate(prompts([3, 17, 29, 40, 55], seed=3)):
+        engine.add_request(names[n], prompt, params(profile, n, max_tokens=300, stop_token_ids=()))
+    try:
+        for _ in range(8):
+            engine.step()
+        assert len(engine.core.scheduler.running) == 5
+        yield
+        assert len(engine.core.scheduler.running) == 5
+    finally:
+        engine.discard(names)
+        while engine.core.has_unfinished_requests():
+            engine.step()
+
+
+@pytest.mark.parametrize(
+    ("block_size", "profile", "depth"),
+    [(16, "greedy", 2), (16, "sampled", 2), (16, "everything", 2), (64, "greedy", 2), (16, "greedy", 1)],
+)
+def test_a_steady_step_is_two_launches_and_nothing_else(block_size, profile, depth, model, open_llm):
+    llm = open_llm(model, dtype="bfloat16", block_size=block_size, queue_depth=depth)
+    core, steps = llm.engine.core, 70
+    with decoding(llm, profile):
+        free, before = core.cache.num_free, replays(llm)
+        calls = calls_of(lambda: [llm.engine.step() for _ in range(steps)])
+        # Every row has crossed the end of a block.
+        assert free - core.cache.num_free >= 5 * (steps // block_size)
+        assert replays(llm) - before == steps
+        assert sum(count(calls, GRAPH).values()) == 2 * steps, calls
+        unwanted = count(calls, (*LAUNCHES, *MEMORY, *WAITS))
+        assert not unwanted, (unwanted, calls)
+        assert not {name: n for name, n in calls.items() if name.startswith("aten::")}, calls
+
+
+def test_eager_engines_launch_no_graph(model, open_llm):
+    llm = open_llm(model, dtype="bfloat16", enforce_eager=True)
+    assert graphs_of(llm) is None
+    with decoding(llm, "greedy"):
+        calls = calls_of(lambda: [llm.engine.step() for _ in range(3)])
+        assert not {name for name in calls if "Graph" in name}, calls
+        # What the test above looks for, the profiler sees here.
+        assert sum(count(calls, LAUNCHES).values()) >= 3 * 10, calls
+        assert count(calls, ("cudaMemcpy",)), calls
+
+
+def test_each_step_counts_one_replay_of_each_graph(model, open_llm):
+    llm = open_llm(model, dtype="bfloat16")
+    with decoding(llm, "greedy"):
+        before = replays(llm)
+        for _ in range(10):
+            llm.engine.step()
+        assert replays(llm) - before == 10
+
+
+def test_nothing_waits_for_the_device_but_the_collector(model, open_llm):
+    """In a whole serving loop: requests join, run over the ends of blocks, and leave, with all settings."""
+    llm = open_llm(model, dtype="bfloat16")
+    recorded = None
+    for again in (False, False, True):
+        # The first time makes tables that some graphs depend on; the third time nothing is new.
+        llm.reset_prefix_cache()
+        if again:
+            recorded = graphs_of(llm).recorded
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            before = replays(llm)
+            if again:
+                with pytest.raises(RuntimeError, match="synchroniz"):
+                    torch.ones(1, device="cuda").item()
+            ended = traffic(llm, seed=7, steps=400)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert ended["length"] > 20
+        assert replays(llm) - before > 200
+    assert graphs_of(llm).recorded == recorded
+
+
+FAILING = """
+import json, sys, torch
+from rapid_infer import LLM, SamplingParams
+
+path, options = sys.argv[1], json.loads(sys.argv[2])
+greedy = SamplingParams(temperature=0, max_tokens=4)
+with LLM(path, **options, enforce_eager=True) as llm:
+    cls = type(llm.engine.executor.runner.model)
+    forward = cls.forward
+
+    def reads_a_value(self, batch):
+        hidden = forward(self, batch)
+        if torch.cuda.is_current_stream_capturing():
+            hidden.sum().item()
+        return hidden
+
+    cls.forward = reads_a_value
+    tokens = llm.generate([[1, 2, 3]], greedy)[0].outputs[0].token_ids
+try:
+    LLM(path, **options)
+except Exception as error:
+    print(json.dumps([type(error).__name__, str(error), len(tokens)]))
+"""
+
+
+def test_a_recording_that_fails_names_the_graph_and_the_way_out(model):
+    """In a process of its own, since a recording that broke off may leave the device's allocator in a bad state."""
+    options = {"device": "cuda", "skip_tokenizer_init": True, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    command = [sys.executable, "-c", FAILING, str(model.path), json.dumps(options)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    assert done.stdout.strip(), done.stderr[-3000:]
+    kind, message, eager_tokens = json.loads(done.stdout.splitlines()[-1])
+    assert eager_tokens == 4
+    assert kind == "RuntimeError"
+    assert "CUDA graph for the forward of 4 rows" in message
+    assert "enforce_eager=True" in message
+
+
+def test_engines_side_by_side_keep_their_graphs_apart(model, open_llm):
+    """Two engines of one process, one step of each in turn."""
+    first, second = (open_llm(model, dtype="bfloat16", queue_depth=depth) for depth in (1, 2))
+    batch = prompts([9, 30, 50], seed=8)
+    greedy = [params("greedy", max_tokens=20)] * 3
+    alone = [tokens(llm.generate(batch, greedy)) for llm in (first, second)]
+    streams = [llm.stream(prompt, greedy[0]) for prompt in batch for llm in (first, second)]
+    got: list[list[int]] = [[] for _ in streams]
+    for llm in (first, second):
+        llm.reset_prefix_cache()
+    live = True
+    while live:
+        live = False
+        for found, stream in zip(got, streams):
+            output = next(stream, None)
+            if output is not None:
+                live = True
+                found += output.outputs[0].token_ids
+    assert [got[0::2], got[1::2]] == alone

@@ -1,0 +1,233 @@
+"""Triton's attention beyond the generic test: how decode work is cut, padding rows, strides, and plans used again."""
+
+import math
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
+from rapid_infer.ops import OPS
+from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.paged_attention import make_metadata
+from rapid_infer.ops.providers.triton import attention_plan, attention_prefill, attention_tile
+from rapid_infer.ops.providers.triton.attention import paged_attention
+from rapid_infer.ops.providers.triton.attention_plan import decode_plan, first_tile, row_part
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+REFERENCE = OPS["paged_attention"].reference
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"window": 11},
+    {"window": 40},
+    {"soft_cap": 2.0},
+    {"sinks": True},
+    {"window": 20, "soft_cap": 2.0, "sinks": True},
+]
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 16 keys and of 16 queries, so that short sequences have many."""
+    monkeypatch.setattr(attention_tile, "MAX_TILE", 16)
+    for name in ("QUERIES", "FEW_QUERIES", "FP32_QUERIES"):
+        monkeypatch.setattr(attention_prefill, name, 16)
+
+
+def make_case(
+    seq_lens: list[int], query_lens: list[int], heads: int = 6, kv_heads: int = 2, dim: int = 32, size: int = 16
+) -> dict[str, Any]:
+    """Arguments for the op, with NaN wherever a cache holds no key of a row."""
+    metadata, blocks = make_metadata(seq_lens, query_lens, size, DEVICE)
+    used = torch.zeros(blocks * size, dtype=torch.bool, device=DEVICE)
+    for row, n in enumerate(seq_lens):
+        key = torch.arange(n, device=DEVICE)
+        used[metadata.block_table[row, key // size].long() * size + key % size] = True
+    k, v = (torch.randn(blocks * size, kv_heads, dim, device=DEVICE) for _ in range(2))
+    for cache in (k, v):
+        cache[~used] = math.nan
+    return {
+        "q": torch.randn(sum(query_lens), heads, dim, device=DEVICE),
+        "k_cache": k.view(blocks, size, kv_heads, dim),
+        "v_cache": v.view(blocks, size, kv_heads, dim),
+        "metadata": metadata,
+        "scale": dim**-0.5,
+        "window": None,
+        "soft_cap": None,
+        "sinks": None,
+        "return_lse": True,
+    }
+
+
+def check(case: dict[str, Any], **options: Any) -> None:
+    case = {**case, **options}
+    if case["sinks"] is True:
+        case["sinks"] = torch.randn(case["q"].shape[1], device=DEVICE)
+    for got, expected in zip(paged_attention(**case), REFERENCE(**case)):
+        torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
+
+
+@triton.jit
+def _parts_kernel(
+    first_ptr, slice_row_ptr, quota_ptr, seq_lens_ptr, out_ptr, window, ROWS: tl.constexpr,
+    ROW_COST: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Walks through a slice as the decode kernel does; writes `[slices, rows, 4]`: tiles, first slice, slices."""
+    slice = tl.program_id(0)
+    quota = tl.load(quota_ptr)
+    for row in range(tl.load(slice_row_ptr + slice), tl.load(slice_row_ptr + slice + 1) + 1):
+        begin, end, first_slice, slices = row_part(first_ptr, row, slice, quota, ROW_COST)
+        if begin < end:
+            skipped = first_tile(tl.load(seq_lens_ptr + row), window, TILE, WINDOW)
+            at = out_ptr + (slice * ROWS + row) * 4
+            tl.store(at, skipped + begin)
+            tl.store(at + 1, skipped + end)
+            tl.store(at + 2, first_slice)
+            tl.store(at + 3, slices)
+
+
+def parts(metadata: AttentionMetadata, kv_heads: int, tile: int, window: int | None) -> Tensor:
+    """`[slices, rows, 4]`, minus one where a slice has nothing of a row."""
+    plan = decode_plan(metadata, kv_heads, 1, 16, tile, window)
+    rows = metadata.num_decodes
+    out = torch.full((plan.slices, rows, 4), -1, dtype=torch.int32, device=DEVICE)
+    _parts_kernel[(plan.slices,)](
+        plan.first, plan.slice_row, plan.quota, metadata.seq_lens, out, window or 0, ROWS=rows,
+        ROW_COST=plan.row_cost, TILE=tile, WINDOW=window is not None,
+    )  # fmt: skip
+    return out.cpu()
+
+
+@pytest.mark.parametrize("row_cost", [0, 1, 3])
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("rows_at_once", [4, 1024])
+def test_slices_cover_the_keys_of_each_row_once(
+    row_cost: int, window: int | None, rows_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_plan, "ROW_COST", row_cost)
+    monkeypatch.setattr(attention_plan, "_ROWS_AT_ONCE", rows_at_once)
+    tile = 16
+    for longest, rows, kv_heads, programs in ((40, 3, 1, 2), (300, 9, 2, 2), (20, 30, 1, 1), (900, 1, 1, 5)):
+        monkeypatch.setattr(attention_plan, "PROGRAMS_PER_MULTIPROCESSOR", programs)
+        seq_lens = [random.randint(0, longest) for _ in range(rows)]
+        metadata = make_metadata([max(n, 1) for n in seq_lens], [1] * rows, 16, DEVICE)[0]
+        metadata.seq_lens = torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE)
+        found = parts(metadata, kv_heads, tile, window)
+        tiles = (found[..., 1] - found[..., 0]).clamp(min=0)
+        used = tiles.sum(1) + row_cost * (tiles > 0).sum(1)
+        quota = int(decode_plan(metadata, kv_heads, 1, 16, tile, window).quota)
+        assert used.max() <= quota + row_cost
+        assert quota <= max(math.ceil(sum(-(-max(n, 1) // tile) + row_cost for n in seq_lens) / len(found)), 2)
+        for row, n in enumerate(seq_lens):
+            slices = [s for s in range(len(found)) if found[s, row, 0] >= 0]
+            begin = max(n - window, 0) // tile if window else 0
+            assert found[slices[0], row, 0] == begin
+            assert found[slices[-1], row, 1] == max(math.ceil(n / tile), begin + 1)
+            assert all(b == a + 1 and found[a, row, 1] == found[b, row, 0] for a, b in pairwise(slices))
+            assert found[slices, row, 2:].tolist() == [[slices[0], len(slices)]] * len(slices)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_rows_in_several_slices(options: dict[str, Any], small: None) -> None:
+    check(make_case([200, 3, 90, 77], [1] * 4), **options)
+
+
+@pytest.mark.parametrize("at_once", [1, 8192])
+def test_one_row_in_all_slices(at_once: int, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rapid_infer.ops.providers.triton.attention_decode.COMBINED_AT_ONCE", at_once)
+    check(make_case([400], [1], heads=3, kv_heads=1), sinks=True)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_decodes_and_longer_queries_together(options: dict[str, Any], small: None) -> None:
+    check(make_case([50, 9, 40, 70, 24, 33], [1, 1, 40, 21, 2, 9]), **options)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "size"),
+    [(1, 1, 16, 64), (8, 1, 80, 64), (40, 2, 16, 16), (6, 2, 24, 20), (5, 5, 32, 8), (4, 4, 16, 128)],
+)
+def test_shapes(heads: int, kv_heads: int, dim: int, size: int) -> None:
+    check(make_case([150, 20, 60, 130], [1, 1, 30, 5], heads, kv_heads, dim, size))
+
+
+def test_a_group_larger_than_a_tile_of_queries(small: None) -> None:
+    check(make_case([40, 45], [1, 5], heads=24, kv_heads=1))
+
+
+def test_more_rows_than_are_counted_at_once(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_prefill, "_ROWS_AT_ONCE", 2)
+    monkeypatch.setattr(attention_plan, "_ROWS_AT_ONCE", 2)
+    check(make_case([8, 30, 17, 20, 9, 35, 40, 5], [1, 1, 1, 3, 9, 35, 2, 5]))
+
+
+def test_q_may_be_a_slice() -> None:
+    case = make_case([33, 20], [1, 7])
+    whole = torch.randn(8, 10, 40, device=DEVICE)
+    check(case, q=whole[:, 2:8, 8:])
+    check(case, q=whole.transpose(1, 2)[:, :32].transpose(1, 2)[:, :6])
+    check(case, q=torch.randn(32, 6, 8, device=DEVICE).permute(2, 1, 0))
+
+
+def test_keys_and_values_may_lie_in_one_tensor() -> None:
+    case = make_case([33, 20], [1, 7])
+    cache = torch.stack((case["k_cache"], case["v_cache"]), dim=1)
+    check(case, k_cache=cache[:, 0], v_cache=cache[:, 1])
+    with pytest.raises(ValueError, match="same strides"):
+        paged_attention(**{**case, "k_cache": cache[:, 0]})
+
+
+@pytest.mark.parametrize("sinks", [None, True])
+def test_rows_without_keys_get_zeros_and_disturb_no_other(sinks: bool | None, small: None) -> None:
+    """As in a CUDA graph that was captured for more rows; their place in the block table is anything."""
+    case = make_case([90, 1, 60, 1, 1], [1] * 5)
+    metadata = case["metadata"]
+    empty, full = [1, 3, 4], [0, 2]
+    metadata.seq_lens[empty] = 0
+    metadata.block_table[empty] = 1 << 30
+    case["sinks"] = torch.randn(6, device=DEVICE) if sinks else None
+    out, lse = paged_attention(**case)
+    assert not out[empty].any()
+    expected_lse = torch.full((6,), -math.inf, device=DEVICE) if case["sinks"] is None else case["sinks"]
+    torch.testing.assert_close(lse[empty], expected_lse.expand(3, 6))
+    metadata.block_table[empty] = 0
+    expected, expected_lse = REFERENCE(**case)
+    torch.testing.assert_close(out[full], expected[full], atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(lse[full], expected_lse[full], atol=2e-5, rtol=2e-5)
+
+
+def test_layers_share_a_plan(small: None) -> None:
+    """Every layer leaves the counters as it found them, and layers of other shapes have plans of their own."""
+    case = make_case([200, 90, 5], [1] * 3)
+    first, second = paged_attention(**case), paged_attention(**case)
+    plans = case["metadata"].plans
+    (plan,) = plans.values()
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    assert not plan.arrived.any()
+    check(case)
+    assert list(plans.values()) == [plan]
+    check(case, window=40)
+    assert len(plans) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_short_dtypes_in_several_slices(dtype: torch.dtype, small: None) -> None:
+    case = make_case([200, 77, 40], [1, 1, 9])
+    tensors = {name: case[name].to(dtype) for name in ("q", "k_cache", "v_cache")}
+    out, _ = paged_attention(**{**case, **tensors})
+    expected, _ = REFERENCE(**{**case, **{name: x.float() for name, x in tensors.items()}})
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)
