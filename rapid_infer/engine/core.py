@@ -18,6 +18,7 @@ from rapid_infer.engine.results import StepOutputs
 from rapid_infer.engine.scheduler import Scheduler
 from rapid_infer.errors import EngineDeadError, RequestError
 from rapid_infer.outputs import FinishReason
+from rapid_infer.profiling import span
 
 logger = logging.getLogger(__name__)
 
@@ -69,10 +70,12 @@ class EngineCore:
         """
         self._check_alive()
         outputs, self._early = self._early, StepOutputs()
-        launch = self.scheduler.schedule()
+        with span("engine.schedule"):
+            launch = self.scheduler.schedule()
         if launch is not None:
             try:
-                self._in_flight.append((launch, self.executor.launch(launch.plan)))
+                with span("engine.launch"):
+                    self._in_flight.append((launch, self.executor.launch(launch.plan)))
             except BaseException as error:
                 self._fail([launch], error, outputs)
             for request, text in launch.failed:
@@ -87,20 +90,23 @@ class EngineCore:
             self.cache.collected(self.scheduler.last_step)
         for finished in outputs.finished:
             self._requests.pop(finished.request_id, None)
-        if not self.has_unfinished_requests():
+        if not self.has_unfinished_requests() and self.cache.num_free != self.cache.num_usable:
+            # Names the blocks that leaked; looking at all of them takes milliseconds.
             self.check_integrity()
         return outputs
 
     def _collect(self, outputs: StepOutputs) -> None:
         launch, handle = self._in_flight.popleft()
         try:
-            result = self.executor.collect(handle)
+            with span("engine.collect"):
+                result = self.executor.collect(handle)
         except BaseException as error:
             later = [launch for launch, _ in self._in_flight]
             self._in_flight.clear()
             self._fail([launch, *later], error, outputs)
             return
-        results.apply(self.scheduler, launch, result, outputs)
+        with span("engine.apply"):
+            results.apply(self.scheduler, launch, result, outputs)
         self.cache.collected(launch.plan.step)
 
     def _fail(self, launches: list[Launch], error: BaseException, outputs: StepOutputs) -> None:

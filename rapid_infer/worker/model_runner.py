@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rapid_infer.engine.step_plan import LogprobArrays, StepPlan, StepResult
 from rapid_infer.ops.registry import OpResolver
+from rapid_infer.profiling import span
 from rapid_infer.worker.eager_step import EagerStep
 from rapid_infer.worker.graph_runner import GraphRunner
 from rapid_infer.worker.logprobs import Logprobs
@@ -90,10 +91,11 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> StepHandle:
         if self.graphs is not None and self.graphs.takes(plan):
             return self._launch_captured(self.graphs, plan)
-        rows_and_lens = self._eager.arrays(plan)
-        staged = iter(self._staging.put([*rows_and_lens, *RequestTable.delta(plan)]))
-        inputs = self._eager.inputs(plan, staged)
-        results = self._eager.run(inputs, plan)
+        with span("worker.inputs"):
+            staged = iter(self._staging.put([*self._eager.arrays(plan), *RequestTable.delta(plan)]))
+            inputs = self._eager.inputs(plan, staged)
+        with span("worker.eager"):
+            results = self._eager.run(inputs, plan)
         handle = StepHandle(
             len(plan.sampled),
             tokens=self._to_host(results.tokens),
@@ -111,7 +113,8 @@ class ModelRunner:
         if not mail_blocks or len(plan.tokens):
             self._apply(plan)
         try:
-            slot, logprobs = graphs.launch(plan, mail_blocks=mail_blocks and not len(plan.tokens))
+            with span("worker.replay"):
+                slot, logprobs = graphs.launch(plan, mail_blocks=mail_blocks and not len(plan.tokens))
         except BaseException:
             graphs.mailbox.resync()
             raise

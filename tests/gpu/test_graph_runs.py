@@ -89,7 +89,7 @@ def test_thousands_of_steps_of_random_traffic_keep_every_block_and_byte(tiny, op
     recorded, before, replayed, steps = graphs_of(llm).recorded, memory(), replays(llm), core.scheduler.stats.steps
     ended: dict[str, int] = {}
     for seed in (1, 2):
-        for reason, n in traffic(llm, seed, steps=1500).items():
+        for reason, n in traffic(llm, seed, steps=1250).items():
             ended[reason] = ended.get(reason, 0) + n
         core.check_integrity()
         for pool in core.cache.pools:
@@ -99,7 +99,7 @@ def test_thousands_of_steps_of_random_traffic_keep_every_block_and_byte(tiny, op
     assert after["allocated"] <= before["allocated"], (before, after)
     assert after["reserved"] <= before["reserved"], (before, after)
     # All kinds of things have happened.
-    assert core.scheduler.stats.steps - steps >= 2900
+    assert core.scheduler.stats.steps - steps >= 2450
     assert replays(llm) - replayed > 1000
     assert core.scheduler.stats.preemptions > 0
     assert min(ended[reason] for reason in ("length", "stop", "abort")) > 5, ended

@@ -40,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "repetition": {"repetition_penalty": 1.8},
     "presence": {"presence_penalty": 1.5},
-    "frequency": {"frequency_penalty": 0.9},
+    "frequency": {"frequency_penalty": -0.8},
     "bias": {"logit_bias": {token: (token % 5 - 2) / 2 for token in range(VOCAB)}},
     "allowed": {"allowed_token_ids": [0, 5, 31, 32, 33, VOCAB - 1]},
     "min_tokens": {"min_tokens": 6, "stop_token_ids": list(range(0, VOCAB, 3))},
@@ -61,28 +61,28 @@ def model(tiny):
     return tiny("llama", {"vocab_size": VOCAB}, config_updates={"eos_token_id": list(EOS)})
 
 
+def make_job(name: str, prompt: list[int], seed: int, logprobs: tuple[int | None, int | None] = (None, None)) -> Job:
+    values = {"temperature": 0, "max_tokens": LENGTH, "seed": seed, **CASES[name]}
+    params = SamplingParams(**values, logprobs=logprobs[0], prompt_logprobs=logprobs[1])
+    return Job(prompt, params, EOS + params.stop_token_ids)
+
+
 @pytest.fixture(scope="module")
 def jobs(model) -> dict[str, list[Job]]:
     """Each case with each prompt and without log-probabilities, then with some; none has a close call."""
-    solved: dict[str, list[Job]] = {}
-    for n, (name, values) in enumerate(CASES.items()):
-        wanted = [(length, LOGPROBS[0]) for length in LENGTHS]
-        wanted += [(length, LOGPROBS[1 + (n + i) % 5]) for i, length in enumerate(LENGTHS)]
-        for slot, (length, (count, prompt_count)) in enumerate(wanted):
-            for attempt in range(6):
-                params = SamplingParams(
-                    **{"temperature": 0, "max_tokens": LENGTH, "seed": 5 + n, **values},
-                    logprobs=count,
-                    prompt_logprobs=prompt_count,
-                )
-                [prompt] = model.oracle.prompts([length], seed=1000 * n + 10 * slot + attempt)
-                one = Job(prompt, params, EOS + params.stop_token_ids)
-                solve(model.oracle, [one])
-                if one.gap > 1e-3:
-                    break
-            assert one.gap > 1e-3
-            solved.setdefault(name, []).append(one)
-    return solved
+    found: dict[tuple[str, int], Job] = {}
+    slots = [(name, slot) for name in CASES for slot in range(2 * len(LENGTHS))]
+    for attempt in range(6):
+        tried = {}
+        for n, (name, slot) in enumerate(slots):
+            if (name, slot) not in found:
+                scores = LOGPROBS[0 if slot < len(LENGTHS) else 1 + (n // 2 + slot) % (len(LOGPROBS) - 1)]
+                [prompt] = model.oracle.prompts([LENGTHS[slot % len(LENGTHS)]], seed=10 * n + attempt)
+                tried[name, slot] = make_job(name, prompt, n, scores)
+        solve(model.oracle, list(tried.values()))
+        found |= {key: one for key, one in tried.items() if one.gap > 1e-3}
+    assert len(found) == len(slots)
+    return {name: [found[name, slot] for slot in range(2 * len(LENGTHS))] for name in CASES}
 
 
 def check(oracle, output, want: Job) -> None:
@@ -121,14 +121,11 @@ def run(llm, oracle, some: list[Job]) -> None:
 
 def test_every_case_differs_from_a_plain_request(model):
     """Else it would show nothing."""
-    [prompt] = model.oracle.prompts([22], seed=4)
-    found = {}
-    for name, values in CASES.items():
-        params = SamplingParams(**{"temperature": 0, "max_tokens": LENGTH, "seed": 3, **values})
-        one = Job(prompt, params, EOS + params.stop_token_ids)
-        solve(model.oracle, [one])
-        found[name] = tuple(one.tokens)
-    assert len(set(found.values())) >= len(found) - 2, found
+    prompts = model.oracle.prompts([22] * 4, seed=4)
+    tried = {name: [make_job(name, prompt, 3) for prompt in prompts] for name in CASES}
+    solve(model.oracle, [one for row in tried.values() for one in row])
+    answers = {name: str([one.tokens for one in row]) for name, row in tried.items()}
+    assert len(set(answers.values())) == len(CASES), answers
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -12,7 +12,8 @@ from rapid_infer.layers.embedding import LMHead
 from rapid_infer.layers.mlp import GatedMLP
 from rapid_infer.ops import OpResolver
 from rapid_infer.ops.providers.triton import linear as provider
-from rapid_infer.ops.providers.triton.linear_config import Config, choose, padded_rows
+from rapid_infer.ops.providers.triton.linear_choice import choose
+from rapid_infer.ops.providers.triton.linear_config import Config, padded_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -178,7 +179,9 @@ def test_what_is_chosen_can_run() -> None:
         for m in (1, 2, 16, 17, 33, 64):
             for gated in (False, True):
                 config = choose(n, k, m, torch.bfloat16, 132, gated)
-                assert config is not None
+                if config is None:
+                    assert m > 16
+                    continue
                 assert config.fits(m, n, gated)
                 assert not config.gemv or m == 1
                 tile = (config.block_n * (1 + gated) + padded_rows(m)) * config.block_k * 2

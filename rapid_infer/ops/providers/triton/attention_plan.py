@@ -24,7 +24,7 @@ from rapid_infer.ops.providers.triton.launch import num_multiprocessors, options
 PROGRAMS_PER_MULTIPROCESSOR = 2
 ROW_COST = 1
 """Starting a row, in tiles."""
-MIN_QUOTA = 2
+MIN_QUOTA = 1
 """Units of a slice at least: below, more programs gain less than putting their results together costs."""
 _ROWS_AT_ONCE = 1024
 

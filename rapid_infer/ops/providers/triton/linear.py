@@ -14,7 +14,8 @@ from rapid_infer.ops.lm_head import lm_head as lm_head_op
 from rapid_infer.ops.providers.triton.activation import silu_and_mul
 from rapid_infer.ops.providers.triton.facts import INTERPRETED
 from rapid_infer.ops.providers.triton.launch import num_multiprocessors, options
-from rapid_infer.ops.providers.triton.linear_config import PARTIALS, SEMAPHORES, Config, choose, padded_rows
+from rapid_infer.ops.providers.triton.linear_choice import choose
+from rapid_infer.ops.providers.triton.linear_config import PARTIALS, SEMAPHORES, Config, padded_rows
 from rapid_infer.ops.providers.triton.linear_kernels import best_kernel, block_best_kernel, dot_kernel, gemv_kernel
 
 LINE_BYTES = 128
@@ -89,8 +90,9 @@ def _best(value: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     best = torch.empty(rows, dtype=torch.float32, device=value.device)
     token = torch.empty(rows, dtype=torch.int64, device=value.device)
     if rows:
+        warps = 32 if blocks > 8192 else 8
         best_kernel[(rows,)](
-            value, index, best, token, blocks, BLOCK=triton.next_power_of_2(blocks), num_warps=8, **options(value)
+            value, index, best, token, blocks, BLOCK=triton.next_power_of_2(blocks), num_warps=warps, **options(value)
         )
     return best, token
 

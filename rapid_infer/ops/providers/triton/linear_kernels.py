@@ -217,7 +217,7 @@ def best_kernel(value_ptr, index_ptr, best_ptr, token_ptr, blocks, BLOCK: tl.con
     block = tl.arange(0, BLOCK)
     wait_previous(PDL)
     value = tl.load(value_ptr + row * blocks + block, mask=block < blocks, other=float("-inf"))
-    index = tl.load(index_ptr + row * blocks + block, mask=block < blocks, other=2147483647)
-    best = tl.max(value, axis=0)
+    # Blocks stand in the order of their columns: the first of the best has the lowest.
+    best, at = tl.max(value, axis=0, return_indices=True)
     tl.store(best_ptr + row, best)
-    tl.store(token_ptr + row, tl.min(tl.where(value == best, index, 2147483647), axis=0).to(tl.int64))
+    tl.store(token_ptr + row, tl.load(index_ptr + row * blocks + at).to(tl.int64))
