@@ -5,6 +5,8 @@ after.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -59,10 +61,33 @@ class Checkpoint:
         from transformers import AutoConfig
 
         try:
-            return AutoConfig.from_pretrained(self.path)
+            with _plain_docstrings():
+                return AutoConfig.from_pretrained(self.path)
         except Exception as error:
             text = " ".join(str(error).split())
             raise ConfigError(f"{self.path / 'config.json'} cannot be read as a model config: {text}") from error
+
+
+@contextmanager
+def _plain_docstrings() -> Iterator[None]:
+    """Where a config class has its docstring filled in, transformers imports all of its model code for that: seconds.
+
+    Inside, the decorator that does so leaves classes as they are.
+    """
+    from transformers import utils
+
+    original = getattr(utils, "auto_docstring", None)
+
+    def skip(decorated: Any = None, **options: Any) -> Any:
+        return decorated if decorated is not None else lambda decorated: decorated
+
+    if original is not None:
+        utils.auto_docstring = skip
+    try:
+        yield
+    finally:
+        if original is not None:
+            utils.auto_docstring = original
 
 
 def read_checkpoint(path: Path | str) -> Checkpoint:

@@ -13,8 +13,8 @@ from rapid_infer.engine.step_plan import RowTokens, SamplingFeatures, StepPlan, 
 from rapid_infer.worker.model_runner import ModelRunner
 
 WORST = SamplingFeatures(random=True, truncated=True, min_p=True, penalties=True, bias=True, logprobs=20)
-GRAPH_OVERHEAD = GIB // 4
-"""What recorded graphs take beside their buffers: their nodes live in device memory."""
+GRAPH_OVERHEAD = GIB // 2
+"""What recorded graphs take beside their buffers: their nodes live in device memory, and sampling adds more of them."""
 
 
 @dataclass(frozen=True)

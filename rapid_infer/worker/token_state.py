@@ -75,7 +75,8 @@ class TokenState:
             self.bias_ids[bias[0], bias[1]] = bias[2]
             self.bias_values[bias[0], bias[1]] = next(staged)
             if len(lists.prompt.rows):
-                self._seen()[prompt[0], prompt[2]] = True
+                # A plain `= True` would copy it from pageable memory, and wait.
+                self._seen().index_put_((prompt[0], prompt[2]), torch.ones_like(prompt[2], dtype=torch.bool))
                 self.count(output[0], output[2])
         if masks is not None:
             if self.mask_bits is None:
