@@ -85,30 +85,34 @@ def _units(seq_lens_ptr, row, rows, window, TILE: tl.constexpr, ROW_COST: tl.con
 
 @triton.jit(do_not_specialize=["seq_lens_ptr", "rows"])
 def _plan_kernel(
-    seq_lens_ptr, first_ptr, slice_row_ptr, quota_ptr, arrived_ptr, rows, slices, window, kv_heads,
+    seq_lens_ptr, decodes_ptr, first_ptr, slice_row_ptr, quota_ptr, arrived_ptr, rows, slices, window, kv_heads,
     TILE: tl.constexpr, ROW_COST: tl.constexpr, MIN_QUOTA: tl.constexpr, WINDOW: tl.constexpr,
-    HEADS_PAD: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    HEADS_PAD: tl.constexpr, ROWS: tl.constexpr, DECODES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Every program adds up all rows, to find the first of its own slice without waiting for another."""
     start_next(PDL)
     wait_previous(PDL)
     slice = tl.program_id(0)
+    decodes = rows
+    if DECODES:
+        decodes = tl.load(decodes_ptr)
     total = 0
     for at in range(0, rows, ROWS):
         row = at + tl.arange(0, ROWS)
-        total += tl.sum(_units(seq_lens_ptr, row, rows, window, TILE, ROW_COST, WINDOW))
+        total += tl.sum(_units(seq_lens_ptr, row, decodes, window, TILE, ROW_COST, WINDOW))
     quota = tl.maximum((total + slices - 1) // slices, MIN_QUOTA)
     before = 0
     starting = 0
     for at in range(0, rows, ROWS):
         row = at + tl.arange(0, ROWS)
-        units = _units(seq_lens_ptr, row, rows, window, TILE, ROW_COST, WINDOW)
+        units = _units(seq_lens_ptr, row, decodes, window, TILE, ROW_COST, WINDOW)
         begin = before + tl.cumsum(units) - units
-        starting += tl.sum(((begin <= slice * quota) & (row < rows)).to(tl.int32))
+        starting += tl.sum(((begin <= slice * quota) & (row < decodes)).to(tl.int32))
         before += tl.sum(units)
         if slice == 0:
             tl.store(first_ptr + row, begin, mask=row < rows)
-    tl.store(slice_row_ptr + slice, starting - 1)
+    # Without decode rows the first row, which has no units, stands for them.
+    tl.store(slice_row_ptr + slice, tl.maximum(starting - 1, 0))
     if slice == 0:
         tl.store(first_ptr + rows, total)
         tl.store(quota_ptr, quota)
@@ -142,9 +146,10 @@ def decode_plan(
         stats=empty(slices, 2, kv_heads, 2, group, dtype=torch.float32),
     )
     _plan_kernel[(slices + 1,)](
-        metadata.seq_lens, plan.first, plan.slice_row, plan.quota, plan.arrived,
+        metadata.seq_lens, metadata.decodes if metadata.decodes is not None else plan.first, plan.first, plan.slice_row, plan.quota, plan.arrived,
         rows, slices, window or 0, kv_heads,
         TILE=tile, ROW_COST=ROW_COST, MIN_QUOTA=MIN_QUOTA, WINDOW=window is not None,
-        HEADS_PAD=triton.next_power_of_2(kv_heads), ROWS=_ROWS_AT_ONCE, num_warps=4, **options(metadata.seq_lens),
+        HEADS_PAD=triton.next_power_of_2(kv_heads), ROWS=_ROWS_AT_ONCE,
+        DECODES=metadata.decodes is not None, num_warps=4, **options(metadata.seq_lens),
     )  # fmt: skip
     return plan
