@@ -146,7 +146,8 @@ def decode_plan(
         stats=empty(slices, 2, kv_heads, 2, group, dtype=torch.float32),
     )
     _plan_kernel[(slices + 1,)](
-        metadata.seq_lens, metadata.decodes if metadata.decodes is not None else plan.first, plan.first, plan.slice_row, plan.quota, plan.arrived,
+        metadata.seq_lens, metadata.seq_lens if metadata.decodes is None else metadata.decodes,
+        plan.first, plan.slice_row, plan.quota, plan.arrived,
         rows, slices, window or 0, kv_heads,
         TILE=tile, ROW_COST=ROW_COST, MIN_QUOTA=MIN_QUOTA, WINDOW=window is not None,
         HEADS_PAD=triton.next_power_of_2(kv_heads), ROWS=_ROWS_AT_ONCE,
