@@ -48,7 +48,7 @@ class InProcessExecutor:
         self.cache_plan, max_model_len = build.plan_cache(config, groups, spare)
         build.allocate_caches(self.built.model, self.cache_plan.num_blocks, self.cache_plan.block_size, device)
         if device.type == "cuda" and not config.enforce_eager:
-            self._capture()
+            self._capture(config)
         self._info = ModelInfo(
             architecture=checkpoint.architecture,
             vocab_size=self.built.config.vocab_size,
@@ -67,9 +67,9 @@ class InProcessExecutor:
         return profile
 
     @traced("executors.capture_graphs")
-    def _capture(self) -> None:
+    def _capture(self, config: EngineConfig) -> None:
         started, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
-        self.runner.capture()
+        self.runner.capture(config.scheduler.max_num_batched_tokens)
         assert self.runner.graphs is not None
         recorded = self.runner.graphs.recorded
         logger.info(

@@ -126,4 +126,4 @@ class LMHead(VocabShard):
             if self.soft_cap is not None:
                 # It turns infinity, which may stand for NaN, into a number.
                 value = best.where(best.isinf(), value)
-        return value, index + self.start
+        return value, index + self.start if self.start else index

@@ -3,7 +3,6 @@
 `bind` picks a provider when a layer is built; `table` says for every provider why it can or cannot run.
 """
 
-from rapid_infer.ops.decode_step import commit_tokens, decode_inputs
 from rapid_infer.ops.embedding import embedding
 from rapid_infer.ops.gumbel_argmax import gumbel_argmax
 from rapid_infer.ops.linear import linear
@@ -14,6 +13,7 @@ from rapid_infer.ops.registry import OPS, BoundOp, Op, OpFacts, OpResolver, load
 from rapid_infer.ops.rms_norm import fused_add_rms_norm, rms_norm
 from rapid_infer.ops.rope_kv_write import qk_norm_rope_kv_write
 from rapid_infer.ops.silu_and_mul import silu_and_mul
+from rapid_infer.ops.step_inputs import commit_tokens, decode_inputs, mixed_inputs
 from rapid_infer.ops.truncate_logits import truncate_logits
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "lm_head",
     "lm_head_argmax",
     "load_providers",
+    "mixed_inputs",
     "paged_attention",
     "qk_norm_rope_kv_write",
     "register",

@@ -1,16 +1,16 @@
-"""Decode steps as two CUDA graphs: `forward`, from the request table to hidden states, and `finish`, to the tokens.
+"""Steps as two CUDA graphs: `forward`, from the request table to hidden states, and `finish`, to the tokens.
 
-Neither needs the host, and nothing in their keys or launches depends on a sequence's length. Steps of other shapes run
-eagerly.
+Neither needs the host, and nothing in their keys or launches depends on a sequence's length. Decode steps, one token
+for every row, are recorded by number of rows; mixed steps, which hold longer queries too, by number of tokens, each
+number when it is first met.
 """
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,39 +20,42 @@ from rapid_infer.layers.batch import ForwardBatch
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.registry import OpResolver
 from rapid_infer.worker.finish import Chosen, choose
+from rapid_infer.worker.graph_recorder import GraphRecorder
 from rapid_infer.worker.logprobs import Logprobs
 from rapid_infer.worker.mailbox import Mailbox
 from rapid_infer.worker.request_table import RequestTable
 from rapid_infer.worker.sampler import SamplingOps
 
-logger = logging.getLogger(__name__)
-T = TypeVar("T")
-
 GREEDY = SamplingFeatures()
+DECODE, MIXED = "decode", "mixed"
 
 
-def bucket_sizes(max_rows: int) -> list[int]:
-    """Rows to record graphs for, ascending: dense where a step costs little, in sixteens and then in 64s above."""
-    sizes = [n for n in (1, 2, 4, 8) if n < max_rows]
-    sizes += range(16, min(max_rows, 256), 16)
-    sizes += range(256, max_rows, 64)
-    return [*sizes, max_rows]
+def row_buckets(limit: int) -> list[int]:
+    """Numbers of rows, ascending: dense where a step costs little, in sixteens and then in 64s above."""
+    return [*sorted({1, 2, 4, 8, *range(16, 256, 16), *range(256, limit, 64)} & set(range(1, limit))), limit]
+
+
+def token_buckets(limit: int) -> list[int]:
+    """Numbers of tokens, ascending, so that padding adds little to what a step costs."""
+    sizes = chain(range(16, 256, 16), range(256, 1024, 64), range(1024, 4096, 256), range(4096, limit, 512))
+    return [*(size for size in sizes if size < limit), limit]
+
+
+def _fit(sizes: list[int]) -> list[int]:
+    """For every n, at place n, the smallest size that holds it."""
+    return list(chain.from_iterable([size] * (size - low) for low, size in zip([-1, *sizes], sizes)))
 
 
 @dataclass(frozen=True)
-class _Forward:
-    """The recorded forward of one bucket and the buffers it leaves its results in."""
+class _Sampled:
+    """Where a forward leaves hidden states, row numbers and total lengths of the rows that get a token."""
 
-    graph: torch.cuda.CUDAGraph
     hidden: Tensor
     rows: Tensor
     lengths: Tensor
 
-
-@dataclass(frozen=True)
-class _Finish:
-    graph: torch.cuda.CUDAGraph
-    logprobs: Logprobs | None
+    def first(self, n: int) -> _Sampled:
+        return _Sampled(self.hidden[:n], self.rows[:n], self.lengths[:n])
 
 
 class GraphRunner:
@@ -64,19 +67,21 @@ class GraphRunner:
         self.model, self.table, self.mailbox = model, table, mailbox
         self.block_size, self.max_model_len = block_size, max_model_len
         self.replays: Counter[str] = Counter()
-        self.sizes = bucket_sizes(mailbox.max_rows)
-        device = table.length.device
+        layout, device = mailbox.layout, table.length.device
+        self.sizes = row_buckets(layout.max_rows)
+        self._row_bucket, self._token_bucket = _fit(self.sizes), _fit(token_buckets(layout.max_tokens))
         self._sampling = SamplingOps.bind(ops)
-        self._gather = ops.bind("decode_inputs", torch.int32)
-        self._commit = ops.bind("commit_tokens", torch.int32)
-        self._rows = torch.full((mailbox.max_rows,), table.dummy, dtype=torch.int64, device=device)
-        self._query_start = torch.arange(mailbox.max_rows + 1, dtype=torch.int32, device=device)
-        self._bucket_of = [next(size for size in self.sizes if size >= n) for n in range(1, mailbox.max_rows + 1)]
-        self._forward: dict[int, _Forward] = {}
-        self._finish: dict[Any, _Finish] = {}
+        self._decode_inputs, self._mixed_inputs, self._commit = (
+            ops.bind(name, torch.int32) for name in ("decode_inputs", "mixed_inputs", "commit_tokens")
+        )
+        self._rows = torch.full((layout.max_rows,), table.dummy, dtype=torch.int64, device=device)
+        self._query_start = torch.arange(layout.max_rows + 1, dtype=torch.int32, device=device)
+        self._lengths = torch.zeros(layout.max_rows, dtype=torch.int32, device=device)
+        self._mixed_sampled: _Sampled | None = None
+        self._forward: dict[tuple[str, int], tuple[torch.cuda.CUDAGraph, _Sampled]] = {}
+        self._finish: dict[Any, tuple[torch.cuda.CUDAGraph, Logprobs | None]] = {}
+        self._recorder = GraphRecorder(device)
         self._started = False
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
 
     @property
     def recorded(self) -> dict[str, int]:
@@ -84,50 +89,63 @@ class GraphRunner:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Record every forward and its greedy finish, largest first, so that smaller ones fit into the same memory."""
+        """Record every decode forward and its greedy finish, largest first: smaller ones fit into the same memory."""
         for size in reversed(self.sizes):
-            self._capture_forward(size)
-            self._capture_finish(size, GREEDY)
+            self._capture_decode(size)
+            self._capture_finish(DECODE, size, GREEDY)
         self.mailbox.resync()
         self._started = True
 
     def takes(self, plan: StepPlan) -> bool:
-        """Whether a graph can run this step: one token for every row, and each row gets its next one."""
-        return plan.max_query_len == 1 and len(plan.sampled) == len(plan.rows) and plan.prompt_scores is None
+        """Whether graphs can run this step."""
+        return plan.prompt_scores is None and plan.num_tokens <= self.mailbox.layout.max_tokens
+
+    def shape_of(self, plan: StepPlan) -> tuple[str, int, int]:
+        """(kind, rows or tokens of its forward graph, rows of its finish graph) for a step."""
+        # Tokens that the host knows come with a mixed step's letter alone.
+        if plan.max_query_len == 1 and len(plan.sampled) == len(plan.rows) and not len(plan.tokens):
+            size = self._row_bucket[len(plan.rows)]
+            return DECODE, size, size
+        return MIXED, self._token_bucket[plan.num_tokens], self._row_bucket[max(len(plan.sampled), 1)]
 
     def launch(self, plan: StepPlan, *, mail_blocks: bool) -> tuple[int, Logprobs | None]:
         """Start a step; its block updates are sent along, or have been applied. Returns its slot in the mailbox."""
-        size = self._bucket_of[len(plan.rows) - 1]
-        forward = self._forward[size]
-        key = self._key(size, plan.features)
-        finish = self._finish.get(key) or self._capture_finish(size, plan.features)
-        slot = self.mailbox.send(plan.rows, size, plan.new_blocks if mail_blocks else ())
-        forward.graph.replay()
-        finish.graph.replay()
+        blocks = plan.new_blocks if mail_blocks else ()
+        kind, size, rows = self.shape_of(plan)
+        forward = self._forward.get((kind, size)) or self._capture_mixed(size)
+        finish = self._finish.get(self._key(kind, rows, plan.features))
+        if finish is None:
+            finish = self._capture_finish(kind, rows, plan.features)
+        if kind == DECODE:
+            slot = self.mailbox.send_decode(plan.rows, size, blocks)
+        else:
+            slot = self.mailbox.send_mixed(plan, blocks)
+        forward[0].replay()
+        finish[0].replay()
         self.replays["forward"] += 1
         self.replays["finish"] += 1
-        return slot, finish.logprobs
+        return slot, finish[1]
 
-    def _key(self, size: int, features: SamplingFeatures) -> Any:
+    def _key(self, kind: str, size: int, features: SamplingFeatures) -> Any:
         if features == GREEDY:
-            return size, features
+            return kind, size, features
         if features.logprobs is not None:
             # A graph for every number of alternatives would be too many; the host takes what it needs.
             count = next((n for n in (0, 5, 20) if n >= features.logprobs), features.logprobs)
             features = replace(features, logprobs=count)
-        return size, features, self.table.tokens.signature
+        return kind, size, features, self.table.tokens.signature
 
     def run_forward(self, size: int) -> tuple[Tensor, Tensor]:
-        """What a forward graph records: (hidden states `[size, hidden]`, total lengths `[size]`)."""
-        table, rows = self.table, self._rows[:size]
-        ids, positions, lengths, slots = self._gather(
-            self.mailbox.mail,
-            self.mailbox.step,
+        """What a decode graph records: (hidden states `[size, hidden]`, total lengths `[size]`)."""
+        table, rows, mailbox = self.table, self._rows[:size], self.mailbox
+        ids, positions, lengths, slots = self._decode_inputs(
+            mailbox.mail,
+            mailbox.step,
             table.block_tables,
             table.last_token,
             table.length,
             rows,
-            self.mailbox.max_rows,
+            mailbox.layout,
             self.block_size,
         )
         attention = [
@@ -145,24 +163,81 @@ class GraphRunner:
         ]
         return self.model(ForwardBatch(ids, positions, attention)), lengths
 
-    def _capture_forward(self, size: int) -> None:
-        graph, (hidden, lengths) = self._record(f"forward of {size} rows", lambda: self.run_forward(size))
-        self._forward[size] = _Forward(graph, hidden, self._rows[:size], lengths)
+    def run_mixed(self, size: int) -> _Sampled:
+        """What a mixed graph of `size` tokens records; the result lies in the same buffers for all sizes."""
+        table, mailbox = self.table, self.mailbox
+        inputs = self._mixed_inputs(
+            mailbox.mail,
+            mailbox.step,
+            table.block_tables,
+            table.last_token,
+            table.length,
+            size,
+            mailbox.layout,
+            self.block_size,
+        )
+        attention = [
+            AttentionMetadata(
+                block_table=block_table,
+                rows=inputs.rows,
+                query_start=inputs.query_start,
+                seq_lens=inputs.seq_lens,
+                slots=inputs.slots[group],
+                max_query_len=size,
+                max_seq_len=self.max_model_len,
+                num_decodes=len(inputs.rows),
+                decodes=inputs.decodes,
+            )
+            for group, block_table in enumerate(table.block_tables)
+        ]
+        hidden = self.model(ForwardBatch(inputs.input_ids, inputs.positions, attention))
+        if self._mixed_sampled is None:
+            buffer = torch.empty(len(inputs.rows), hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
+            self._mixed_sampled = _Sampled(buffer, self._rows.clone(), self._lengths)
+        sampled = self._mixed_sampled
+        torch.index_select(hidden, 0, inputs.last, out=sampled.hidden)
+        sampled.rows.copy_(inputs.sampled_rows)
+        sampled.lengths.copy_(inputs.sampled_lens)
+        return sampled
 
-    def _capture_finish(self, size: int, features: SamplingFeatures) -> _Finish:
-        key = self._key(size, features)
-        features, forward, table = key[1], self._forward[size], self.table
+    def _capture_decode(self, size: int) -> None:
+        what = f"forward of {size} rows"
+        graph, (hidden, lengths) = self._recorder.record(what, lambda: self.run_forward(size))
+        self._forward[DECODE, size] = graph, _Sampled(hidden, self._rows[:size], lengths)
+
+    def _capture_mixed(self, size: int) -> tuple[torch.cuda.CUDAGraph, _Sampled]:
+        def warm_up() -> None:
+            self.run_mixed(size)
+            # The real letter must not take the place of the empty one before that has been read.
+            torch.cuda.current_stream().synchronize()
+
+        self.mailbox.clear_next()
+        recorded = self._recorder.record(f"forward of {size} tokens", lambda: self.run_mixed(size), warm_up)
+        self._forward[MIXED, size] = recorded
+        return recorded
+
+    def _capture_finish(
+        self, kind: str, size: int, features: SamplingFeatures
+    ) -> tuple[torch.cuda.CUDAGraph, Logprobs | None]:
+        key = self._key(kind, size, features)
+        features, table = key[2], self.table
+        if kind == MIXED:
+            assert self._mixed_sampled is not None
+            sampled = self._mixed_sampled.first(size)
+        else:
+            sampled = self._forward[kind, size][1]
 
         def select() -> Chosen:
-            rows, lengths = forward.rows, forward.lengths
-            return choose(self.model.head, table, forward.hidden, rows, lengths, features, self._sampling)
+            return choose(
+                self.model.head, table, sampled.hidden, sampled.rows, sampled.lengths, features, self._sampling
+            )
 
         def run() -> Logprobs | None:
             chosen = select()
             if features.penalties:
-                table.tokens.count(forward.rows, chosen.tokens)
+                table.tokens.count(sampled.rows, chosen.tokens)
             self._commit(
-                forward.rows,
+                sampled.rows,
                 chosen.tokens,
                 chosen.best,
                 table.last_token,
@@ -174,29 +249,6 @@ class GraphRunner:
 
         # At the start all rows are padding; later a commit that is not recorded would move real ones.
         warm = select if self._started else run
-        graph, logprobs = self._record(f"finish of {size} rows with {features}", run, warm)
-        self._finish[key] = recorded = _Finish(graph, logprobs)
+        recorded = self._recorder.record(f"finish of {size} rows with {features}", run, warm)
+        self._finish[key] = recorded
         return recorded
-
-    def _record(
-        self, what: str, run: Callable[[], T], warm_up: Callable[[], object] | None = None
-    ) -> tuple[torch.cuda.CUDAGraph, T]:
-        graph = torch.cuda.CUDAGraph()
-        current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
-        try:
-            with torch.cuda.stream(self._stream):
-                # Kernels are compiled and workspaces allocated here; during a recording neither is allowed.
-                (warm_up or run)()
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    result = run()
-                finally:
-                    graph.capture_end()
-        except Exception as error:
-            raise RuntimeError(
-                f"recording the CUDA graph for the {what} failed with {type(error).__name__}: {error}; "
-                f"enforce_eager=True runs without graphs"
-            ) from error
-        current.wait_stream(self._stream)
-        return graph, result

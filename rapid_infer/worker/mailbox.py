@@ -11,51 +11,73 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rapid_infer.engine.step_plan import I32, NewBlocks
-from rapid_infer.ops.decode_step import mail_words
+from rapid_infer.engine.step_plan import I32, NewBlocks, StepPlan
+from rapid_infer.ops.step_inputs import Letter
 
 
 class Mailbox:
-    """mail, results    the rings of `decode_inputs` and `commit_tokens`
+    """mail, results    the rings of the ops in `step_inputs`
     step                `[1]` int64 on the device, the number of captured steps that are done; `sent` is the host's
     """
 
-    def __init__(
-        self, device: torch.device, *, slots: int, max_rows: int, max_updates: int, table_shape: Sequence[int]
-    ) -> None:
+    def __init__(self, device: torch.device, layout: Letter, *, slots: int, table_shape: Sequence[int]) -> None:
         """`table_shape`: that of the block tables, `[groups, table_rows, max_blocks]`; the last row is padding."""
         pinned = device.type == "cuda"
-        self.max_rows, self.max_updates = max_rows, max_updates
-        self.mail = torch.zeros(slots, mail_words(max_rows, max_updates), dtype=torch.int32, pin_memory=pinned)
-        self.results = torch.zeros(slots, max_rows, dtype=torch.int32, pin_memory=pinned)
+        self.layout = layout
+        self.mail = torch.zeros(slots, layout.words, dtype=torch.int32, pin_memory=pinned)
+        self.results = torch.zeros(slots, layout.max_rows, dtype=torch.int32, pin_memory=pinned)
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
         self.sent = 0
         _, self._table_rows, self._max_blocks = table_shape
         self._mail, self._results = self.mail.numpy(), self.results.numpy()
-        self._mail[:, 1 : 1 + max_rows] = self._table_rows - 1
+        for letter in self._mail:
+            self._clear(letter)
 
-    @property
-    def slot(self) -> int:
-        """That of the next step."""
-        return self.sent % len(self._mail)
+    def _clear(self, letter: I32) -> None:
+        letter[: Letter.ROWS] = 0
+        letter[Letter.ROWS : self.layout.query_lens] = self._table_rows - 1
 
-    def send(self, rows: I32, padded: int, new_blocks: Sequence[NewBlocks]) -> int:
-        """Write the letter of the next step, for `padded` rows; returns its slot."""
-        slot, n = self.slot, len(rows)
-        letter = self._mail[slot]
-        letter[1 : 1 + n] = rows
-        letter[1 + n : 1 + padded] = self._table_rows - 1
-        count = 0
+    def clear_next(self) -> None:
+        """Make the next letter one that asks for nothing, as for a step that only warms up."""
+        self._clear(self._mail[self.sent % len(self._mail)])
+
+    def send_decode(self, rows: I32, padded: int, new_blocks: Sequence[NewBlocks]) -> int:
+        """Write the letter of the next step, one token for each of `rows`, padded; returns its slot."""
+        slot, letter = self._next()
+        letter[Letter.ROWS : Letter.ROWS + len(rows)] = rows
+        letter[Letter.ROWS + len(rows) : Letter.ROWS + padded] = self._table_rows - 1
+        self._write_blocks(letter, new_blocks)
+        return slot
+
+    def send_mixed(self, plan: StepPlan, new_blocks: Sequence[NewBlocks]) -> int:
+        """Write the letter of the next step, whatever its rows; returns its slot."""
+        slot, letter = self._next()
+        layout, n, total = self.layout, len(plan.rows), plan.num_tokens
+        letter[1 : Letter.ROWS] = n, total, plan.num_decodes, len(plan.sampled)
+        letter[Letter.ROWS : Letter.ROWS + n] = plan.rows
+        letter[layout.query_lens : layout.query_lens + n] = plan.query_lens
+        flags = letter[layout.sampled : layout.sampled + n]
+        flags[:] = 0
+        flags[plan.sampled] = 1
+        letter[layout.tokens : layout.tokens + total] = plan.tokens if len(plan.tokens) else -1
+        self._write_blocks(letter, new_blocks)
+        return slot
+
+    def _next(self) -> tuple[int, I32]:
+        slot = self.sent % len(self._mail)
+        self.sent += 1
+        return slot, self._mail[slot]
+
+    def _write_blocks(self, letter: I32, new_blocks: Sequence[NewBlocks]) -> None:
+        count, updates = 0, self.layout.updates
         for group, blocks in enumerate(new_blocks):
-            first, more = 1 + self.max_rows + 2 * count, len(blocks.rows)
+            first, more = updates + 2 * count, len(blocks.rows)
             if more:
                 table_row = group * self._table_rows + blocks.rows
                 letter[first : first + 2 * more : 2] = table_row * self._max_blocks + blocks.columns
                 letter[first + 1 : first + 2 * more : 2] = blocks.blocks
                 count += more
-        letter[0] = count
-        self.sent += 1
-        return slot
+        letter[Letter.NUM_UPDATES] = count
 
     def read(self, slot: int, count: int) -> tuple[I32, np.ndarray]:
         """(token ids, failed) of a step that is done."""

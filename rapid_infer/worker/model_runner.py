@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rapid_infer.engine.step_plan import LogprobArrays, StepPlan, StepResult
 from rapid_infer.ops.registry import OpResolver
+from rapid_infer.ops.step_inputs import Letter
 from rapid_infer.profiling import span
 from rapid_infer.worker.eager_step import EagerStep
 from rapid_infer.worker.graph_runner import GraphRunner
@@ -68,16 +69,15 @@ class ModelRunner:
         self._events = [torch.cuda.Event() for _ in range(self._slots)] if device.type == "cuda" else []
         self._launched = 0
 
-    def capture(self) -> None:
-        """Record the decode graphs. The caches must be bound and stay where they are."""
+    def capture(self, max_tokens: int) -> None:
+        """Record the decode graphs; mixed steps of up to `max_tokens` are recorded as they come.
+
+        The caches must be bound and stay where they are.
+        """
         rows, groups = self.table.dummy, len(self.table.block_tables)
-        mailbox = Mailbox(
-            self.device,
-            slots=self._slots,
-            max_rows=rows,
-            max_updates=UPDATES_PER_ROW * rows * groups,
-            table_shape=self.table.block_tables.shape,
-        )
+        updates = UPDATES_PER_ROW * rows + max_tokens // self.block_size
+        layout = Letter(rows, updates * groups, max_tokens)
+        mailbox = Mailbox(self.device, layout, slots=self._slots, table_shape=self.table.block_tables.shape)
         graphs = GraphRunner(
             self.model, self.table, mailbox, self._ops, block_size=self.block_size, max_model_len=self.max_model_len
         )
@@ -109,28 +109,19 @@ class ModelRunner:
     def _launch_captured(self, graphs: GraphRunner, plan: StepPlan) -> StepHandle:
         updates = sum(len(group.rows) for group in plan.new_blocks)
         extra = plan.new_rows is not None or plan.token_lists is not None or plan.masks is not None
-        mail_blocks = not extra and updates <= graphs.mailbox.max_updates
-        if not mail_blocks or len(plan.tokens):
-            self._apply(plan)
+        mail_blocks = not extra and updates <= graphs.mailbox.layout.max_updates
+        if not mail_blocks:
+            # New rows, their lists and masks: what a letter has no place for.
+            self.table.apply(plan, iter(self._staging.put(RequestTable.delta(plan))))
         try:
             with span("worker.replay"):
-                slot, logprobs = graphs.launch(plan, mail_blocks=mail_blocks and not len(plan.tokens))
+                slot, logprobs = graphs.launch(plan, mail_blocks=mail_blocks)
         except BaseException:
             graphs.mailbox.resync()
             raise
-        handle = StepHandle(len(plan.rows), slot=slot, logprobs=self._all_to_host(logprobs))
+        handle = StepHandle(len(plan.sampled), slot=slot, logprobs=self._all_to_host(logprobs))
         handle.done = self._record()
         return handle
-
-    def _apply(self, plan: StepPlan) -> None:
-        """What a captured step cannot take along: new rows, their lists and masks, tokens that the host knows."""
-        arrays = [plan.rows, plan.tokens] if len(plan.tokens) else []
-        staged = iter(self._staging.put([*arrays, *RequestTable.delta(plan)]))
-        known = [next(staged).long() for _ in arrays]
-        self.table.apply(plan, staged)
-        if known:
-            rows, tokens = known
-            self.table.last_token[rows] = tokens.where(tokens >= 0, self.table.last_token[rows])
 
     def _record(self) -> torch.cuda.Event | None:
         if not self._events:

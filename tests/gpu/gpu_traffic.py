@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from rapid_infer import LLM, SamplingParams
 from rapid_infer.outputs import RequestOutput, RequestOutputKind
+from rapid_infer.worker.graph_runner import DECODE, GREEDY, MIXED, token_buckets
 
 VOCAB = 199
 
@@ -46,7 +51,7 @@ def graphs_of(llm: LLM) -> Any:
 
 
 def replays(llm: LLM) -> int:
-    """Decode steps replayed so far; both of their graphs are counted."""
+    """Steps replayed so far; both of their graphs are counted."""
     counts = graphs_of(llm).replays
     assert counts["forward"] == counts["finish"]
     return counts["forward"]
@@ -98,3 +103,28 @@ def traffic(llm: LLM, seed: int, steps: int) -> dict[str, int]:
     while engine.has_unfinished_requests() or engine.core.has_unfinished_requests():
         one_step()
     return ended
+
+
+def record_all(llm: LLM, run: Callable[[], object]) -> None:
+    """Do `run`, then record every graph that steps with the features it met can need."""
+    graphs = graphs_of(llm)
+    launch, met = graphs.launch, {GREEDY: None}
+
+    def noted(plan, **options):
+        met[plan.features] = None
+        return launch(plan, **options)
+
+    graphs.launch = noted
+    try:
+        run()
+    finally:
+        del graphs.launch
+    torch.cuda.synchronize()
+    with torch.inference_mode():
+        for size in token_buckets(graphs.mailbox.layout.max_tokens):
+            if (MIXED, size) not in graphs._forward:
+                graphs._capture_mixed(size)
+        for kind, size, features in itertools.product((DECODE, MIXED), graphs.sizes, met):
+            if graphs._key(kind, size, features) not in graphs._finish:
+                graphs._capture_finish(kind, size, features)
+    torch.cuda.synchronize()

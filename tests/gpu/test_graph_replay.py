@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from rapid_infer import LLM
-from rapid_infer.worker.graph_runner import GraphRunner
+from rapid_infer.worker.graph_recorder import GraphRecorder
+from rapid_infer.worker.graph_runner import DECODE, MIXED
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_traffic import PROFILES, graphs_of, params, prompts, replays, tokens, traffic
@@ -41,19 +42,19 @@ def model(tiny):
 def test_replays_give_the_bits_of_the_same_code_run_eagerly(dtype, model, open_llm, monkeypatch):
     """After each replayed step, its state is put back and the step runs again without the graphs."""
     code: dict[Any, Callable[[], Any]] = {}
-    record = GraphRunner._record
+    record = GraphRecorder.record
 
     def keep(self, what, run, *more):
         graph, result = record(self, what, run, *more)
         code[graph] = run
         return graph, result
 
-    monkeypatch.setattr(GraphRunner, "_record", keep)
+    monkeypatch.setattr(GraphRecorder, "record", keep)
     # Its own engine, by an option that nobody else sets, since its graphs must be recorded here.
     llm = open_llm(model, dtype=dtype, queue_depth=1, seed=1)
     graphs, table = graphs_of(llm), llm.engine.executor.runner.table
     launch = graphs.launch
-    steps: Counter[tuple[str, int]] = Counter()
+    steps: Counter[tuple[str, str, int]] = Counter()
     different: list[str] = []
 
     def launch_twice(plan, **options):
@@ -63,17 +64,19 @@ def test_replays_give_the_bits_of_the_same_code_run_eagerly(dtype, model, open_l
         slot, logprobs = launch(plan, **options)
         torch.cuda.synchronize()
         after = [tensor.clone() for tensor in state]
-        n = len(plan.rows)
-        size = next(size for size in graphs.sizes if size >= n)
-        forward, finish = graphs._forward[size], graphs._finish[graphs._key(size, plan.features)]
+        n = len(plan.sampled)
+        kind, size, rows = graphs.shape_of(plan)
+        forward, sampled = graphs._forward[kind, size]
+        finish, _ = graphs._finish[graphs._key(kind, rows, plan.features)]
         results = graphs.mailbox.results[slot, :n]
-        replayed = [forward.hidden[:n].clone(), forward.lengths[:n].clone(), results.clone()]
+        replayed = [sampled.hidden[:n].clone(), sampled.lengths[:n].clone(), results.clone()]
         scores = [] if logprobs is None else [tensor[:n].clone() for tensor in logprobs]
         for tensor, value in zip(state, before):
             tensor.copy_(value)
         results.fill_(-7)
-        hidden, lengths = graphs.run_forward(size)
-        found = code[finish.graph]()
+        again = code[forward]()
+        hidden, lengths = again if kind == DECODE else (again.hidden, again.lengths)
+        found = code[finish]()
         torch.cuda.synchronize()
         eager = [hidden[:n], lengths[:n], results]
         names = ["hidden states", "lengths", "tokens", "last tokens", "table lengths", "step", "counts"]
@@ -84,7 +87,7 @@ def test_replays_give_the_bits_of_the_same_code_run_eagerly(dtype, model, open_l
                 different.append(f"{name} of {n} rows, step {steps.total()}, {plan.features}")
         if bool(hidden[:n].float().abs().sum() == 0) or bool((results < 0).any()):
             different.append(f"nothing computed for {n} rows")
-        steps[profile, size] += 1
+        steps[profile, kind, size] += 1
         return slot, logprobs
 
     monkeypatch.setattr(graphs, "launch", launch_twice)
@@ -96,8 +99,9 @@ def test_replays_give_the_bits_of_the_same_code_run_eagerly(dtype, model, open_l
                 llm.generate(batch, [params(profile, i, max_tokens=8, logprobs=logprobs) for i in range(n)])
     assert not different, different[:10]
     # Of the 8 tokens a request may stop early, the first comes from the prompt's own step.
-    assert {size for _, size in steps} == {1, 2, 4, 8, 16}
-    assert all(steps[profile, size] > 0 for profile in PROFILES for size in (1, 2, 4, 8, 16))
+    assert {size for _, kind, size in steps if kind == DECODE} == {1, 2, 4, 8, 16}
+    assert all(steps[profile, DECODE, size] > 0 for profile in PROFILES for size in (1, 2, 4, 8, 16))
+    assert len({size for _, kind, size in steps if kind == MIXED}) > 3
 
 
 def calls_of(run: Callable[[], Any]) -> Counter[str]:

@@ -15,7 +15,7 @@ from rapid_infer import SamplingParams
 from rapid_infer.worker.build import cached_modules
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gpu_traffic import PROFILES, graphs_of, params, prompts, replays, tokens, traffic
+from gpu_traffic import PROFILES, graphs_of, params, prompts, record_all, replays, tokens, traffic
 
 pytestmark = [
     pytest.mark.gpu,
@@ -85,7 +85,7 @@ def test_thousands_of_steps_of_random_traffic_keep_every_block_and_byte(tiny, op
             llm.generate(batch, [params(profile, i, max_tokens=4, logprobs=scores) for i in range(n)])
     longest = params("everything", max_tokens=4, logprobs=5, prompt_logprobs=3)
     llm.generate(prompts([256, 256, 160]), longest)
-    traffic(llm, seed=0, steps=1000)
+    record_all(llm, lambda: traffic(llm, seed=0, steps=1000))
     recorded, before, replayed, steps = graphs_of(llm).recorded, memory(), replays(llm), core.scheduler.stats.steps
     ended: dict[str, int] = {}
     for seed in (1, 2):

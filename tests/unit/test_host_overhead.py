@@ -23,6 +23,7 @@ from rapid_infer.engine.request import Request
 from rapid_infer.engine.step_plan import StepPlan, StepResult
 from rapid_infer.layers.batch import ForwardBatch
 from rapid_infer.ops import OpResolver
+from rapid_infer.ops.step_inputs import Letter
 from rapid_infer.params import SamplingParams
 from rapid_infer.worker.mailbox import Mailbox
 from rapid_infer.worker.model_runner import ModelRunner, StepHandle
@@ -90,13 +91,13 @@ class CapturedExecutor(StubExecutor):
         super().__init__(queue_depth)
         shape = self.runner.table.block_tables.shape
         self.mailbox = Mailbox(
-            torch.device("cpu"), slots=queue_depth + 1, max_rows=ROWS, max_updates=2 * ROWS, table_shape=shape
+            torch.device("cpu"), Letter(ROWS, 2 * ROWS, 8192), slots=queue_depth + 1, table_shape=shape
         )
 
     def launch(self, plan: StepPlan) -> Any:
         if plan.new_rows is not None or plan.max_query_len > 1:
             return super().launch(plan)
-        return self.mailbox.send(plan.rows, ROWS, plan.new_blocks)
+        return self.mailbox.send_decode(plan.rows, ROWS, plan.new_blocks)
 
     def collect(self, handle: Any) -> StepResult:
         return StepResult(*self.mailbox.read(handle, ROWS)) if isinstance(handle, int) else super().collect(handle)

@@ -19,8 +19,9 @@ for _op, _module in (
     ("truncate_logits", "truncate"),
     ("gumbel_argmax", "sampling"),
     ("paged_attention", "attention"),
-    ("decode_inputs", "decode_step"),
+    ("decode_inputs", "step_inputs"),
+    ("mixed_inputs", "step_inputs"),
     ("embedding", "embedding"),
-    ("commit_tokens", "decode_step"),
+    ("commit_tokens", "step_inputs"),
 ):
     register_lazy(_op, "triton", f"{_HERE}.{_module}:{_op}", priority=PRIORITY, supports=unavailable)

@@ -1,0 +1,255 @@
+"""Both ends of a step that the device runs by itself: take the host's letter and gather inputs, then write tokens.
+
+Host and device exchange through ring buffers in pinned memory. `step [1]` int64 on the device counts the steps; a
+step's slot in a ring of n is `step % n`. The last row of the request table is the padding row, of length 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rapid_infer.ops.registry import Case, op
+
+
+@dataclass(frozen=True)
+class Letter:
+    """Where what stands in a step's letter, int32 words. `Letter.NUM_*`: the numbers it begins with.
+
+    rows, query_lens, sampled   per row: its number, its tokens, whether it gets a new one
+    updates                     pairs of an index into the flattened block tables and the block to put there
+    tokens                      ids, -1 where the row's last token is meant
+    """
+
+    max_rows: int
+    max_updates: int
+    max_tokens: int
+
+    NUM_UPDATES, NUM_ROWS, NUM_TOKENS, NUM_DECODES, NUM_SAMPLED, ROWS = range(6)
+
+    @property
+    def query_lens(self) -> int:
+        return self.ROWS + self.max_rows
+
+    @property
+    def sampled(self) -> int:
+        return self.query_lens + self.max_rows
+
+    @property
+    def updates(self) -> int:
+        return self.sampled + self.max_rows
+
+    @property
+    def tokens(self) -> int:
+        return self.updates + 2 * self.max_updates
+
+    @property
+    def words(self) -> int:
+        return self.tokens + self.max_tokens
+
+
+def apply_updates(letter: Tensor, layout: Letter, block_tables: Tensor) -> None:
+    """The block updates of one letter."""
+    pairs = letter[layout.updates :][: 2 * int(letter[Letter.NUM_UPDATES])].view(-1, 2).to(block_tables.device)
+    block_tables.view(-1)[pairs[:, 0].long()] = pairs[:, 1]
+
+
+def _write_updates(letter: Tensor, layout: Letter, updates: int, blocks: int) -> None:
+    letter[Letter.NUM_UPDATES] = updates
+    pairs = torch.stack((torch.randperm(blocks)[:updates], torch.randint(1, 90, (updates,))), dim=1)
+    letter[layout.updates : layout.updates + 2 * updates] = pairs.flatten()
+
+
+def _tables(groups: int, device: str) -> dict[str, Tensor]:
+    return {
+        "block_tables": torch.randint(1, 90, (groups, 6, 7), dtype=torch.int32, device=device),
+        "last_token": torch.randint(0, 99, (6,), device=device),
+        "length": torch.tensor([0, 5, 3, 4, 20, 0], device=device),
+    }
+
+
+def _decode_inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
+    layout = Letter(5, 6, 16)
+    for rows, groups, updates in (([2, 0, 3], 1, 1), ([1], 2, 3), ([4, 2, 0, 5, 5], 2, 6)):
+        mail = torch.zeros(3, layout.words, dtype=torch.int32)
+        mail[1, Letter.ROWS : Letter.ROWS + len(rows)] = torch.tensor(rows)
+        _write_updates(mail[1], layout, updates, groups * 5 * 7)
+        yield Case(
+            {
+                "mail": mail.to(device),
+                "step": torch.tensor([4], device=device),
+                **_tables(groups, device),
+                "rows": torch.zeros(len(rows), dtype=torch.int64, device=device),
+                "layout": layout,
+                "block_size": 4,
+            }
+        )
+
+
+@op(inputs=_decode_inputs, mutates=("block_tables", "rows"))
+def decode_inputs(
+    mail: Tensor,
+    step: Tensor,
+    block_tables: Tensor,
+    last_token: Tensor,
+    length: Tensor,
+    rows: Tensor,
+    layout: Letter,
+    block_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Apply the step's block updates, copy its row numbers to `rows` and gather the inputs of one token per row.
+
+    mail          `[slots, layout.words]` int32
+    block_tables  `[groups, table_rows, max_blocks]` int32
+    last_token, length  `[table_rows]` int64
+    rows          `[B]` int64, written
+    returns       input_ids `[B]` int64, positions `[B]` int64, seq_lens `[B]` int32 with the new token (0 for padding
+                  rows, whose keys nobody reads), slots `[groups, B]` int64
+    """
+    letter = mail[int(step) % len(mail)]
+    apply_updates(letter, layout, block_tables)
+    rows.copy_(letter[Letter.ROWS :][: len(rows)])
+    positions = length[rows]
+    padding = rows == block_tables.shape[1] - 1
+    seq_lens = torch.where(padding, 0, positions + 1).int()
+    blocks = block_tables[:, rows, positions // block_size].long()
+    return last_token[rows], positions, seq_lens, blocks * block_size + positions % block_size
+
+
+class MixedInputs(NamedTuple):
+    """Inputs of T tokens in R rows, padding at the end of both.
+
+    input_ids, positions `[T]` int64, slots `[groups, T]` int64: 0 for padding
+    rows `[R]` int64, query_start `[R + 1]` and seq_lens `[R]` int32 with this step's tokens; padding rows have none
+    decodes `[1]` int32: how many rows, the first, have one token
+    last `[R]` int64: the last token of each sampled row; sampled_rows `[R]` int64, the padding row at the end;
+    sampled_lens `[R]` int32
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    rows: Tensor
+    query_start: Tensor
+    seq_lens: Tensor
+    decodes: Tensor
+    last: Tensor
+    sampled_rows: Tensor
+    sampled_lens: Tensor
+
+
+def _mixed_inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
+    layout = Letter(5, 6, 16)
+    steps = (([2, 0, 3], [1, 3, 7], [1, 0, 1], 1), ([1], [5], [0], 2), ([4, 2, 0, 3, 1], [1] * 5, [1, 1, 0, 1, 1], 2))
+    for rows, query_lens, sampled, groups in steps:
+        mail = torch.zeros(3, layout.words, dtype=torch.int32)
+        letter, total = mail[1], sum(query_lens)
+        letter[1:5] = torch.tensor([len(rows), total, query_lens.count(1), sum(sampled)])
+        for at, values in ((Letter.ROWS, rows), (layout.query_lens, query_lens), (layout.sampled, sampled)):
+            letter[at : at + len(rows)] = torch.tensor(values)
+        letter[layout.tokens : layout.tokens + total] = torch.randint(-1, 9, (total,))
+        _write_updates(letter, layout, 4, groups * 5 * 7)
+        yield Case(
+            {
+                "mail": mail.to(device),
+                "step": torch.tensor([4], device=device),
+                **_tables(groups, device),
+                "num_tokens": 12,
+                "layout": layout,
+                "block_size": 4,
+            }
+        )
+
+
+@op(inputs=_mixed_inputs, mutates=("block_tables", "length"))
+def mixed_inputs(
+    mail: Tensor,
+    step: Tensor,
+    block_tables: Tensor,
+    last_token: Tensor,
+    length: Tensor,
+    num_tokens: int,
+    layout: Letter,
+    block_size: int,
+) -> MixedInputs:
+    """Apply the step's block updates and gather the inputs of any mix of rows, padded to `num_tokens` and max_rows.
+
+    `length` becomes what it is after the step, for sampled rows less one, which `commit_tokens` adds. Other arguments
+    as of `decode_inputs`.
+    """
+    device = length.device
+    letter = mail[int(step) % len(mail)].to(device)
+    apply_updates(letter, layout, block_tables)
+    max_rows, padding = layout.max_rows, block_tables.shape[1] - 1
+    n, total = int(letter[Letter.NUM_ROWS]), int(letter[Letter.NUM_TOKENS])
+    rows = torch.full((max_rows,), padding, device=device)
+    rows[:n] = letter[Letter.ROWS :][:n].long()
+    query_lens = torch.zeros(max_rows, dtype=torch.int32, device=device)
+    query_lens[:n] = letter[layout.query_lens :][:n]
+    query_start = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
+    query_start[1:] = query_lens.cumsum(0)
+    seq_lens = (length[rows] + query_lens).int()
+    sampled = torch.zeros(max_rows, dtype=torch.bool, device=device)
+    sampled[:n] = letter[layout.sampled :][:n] > 0
+    length[rows[:n]] = (seq_lens - sampled.int())[:n].long()
+    row_of = torch.repeat_interleave(torch.arange(max_rows, device=device), query_lens.long())
+    token = torch.arange(total, device=device)
+    input_ids, positions = (torch.zeros(num_tokens, dtype=torch.int64, device=device) for _ in range(2))
+    positions[:total] = (seq_lens[row_of] - query_start[row_of + 1] + token).long()
+    known = letter[layout.tokens :][:total].long()
+    input_ids[:total] = known.where(known >= 0, last_token[rows[row_of]])
+    slots = torch.zeros(len(block_tables), num_tokens, dtype=torch.int64, device=device)
+    place = positions[:total]
+    slots[:, :total] = block_tables[:, rows[row_of], place // block_size].long() * block_size + place % block_size
+    order = torch.cat((torch.nonzero(sampled), torch.nonzero(~sampled))).flatten()
+    chosen = torch.arange(max_rows, device=device) < sampled.sum()
+    return MixedInputs(
+        input_ids,
+        positions,
+        slots,
+        rows,
+        query_start,
+        seq_lens,
+        letter[Letter.NUM_DECODES : Letter.NUM_DECODES + 1].clone(),
+        (query_start[1:] - 1)[order].long().where(chosen, 0),
+        rows[order].where(chosen, padding),
+        seq_lens[order].where(chosen, 1),
+    )
+
+
+def _commit(dtype: torch.dtype, device: str) -> Iterator[Case]:
+    for rows, best in (([2, 0, 3], [1.0, float("nan"), -2.0]), ([5, 1, 5], [0.0, float("inf"), 1.0])):
+        yield Case(
+            {
+                "rows": torch.tensor(rows, device=device),
+                "tokens": torch.tensor([7, 8, 9], device=device),
+                "best": torch.tensor(best, device=device),
+                "last_token": torch.arange(6, device=device),
+                "length": torch.tensor([4, 5, 3, 4, 27, 0], device=device),
+                "results": torch.full((3, 8), 77, dtype=torch.int32, device=device),
+                "step": torch.tensor([5], device=device),
+            }
+        )
+
+
+@op(inputs=_commit, mutates=("last_token", "length", "results", "step"))
+def commit_tokens(
+    rows: Tensor, tokens: Tensor, best: Tensor, last_token: Tensor, length: Tensor, results: Tensor, step: Tensor
+) -> None:
+    """Write the step's tokens where the next step and the host find them, and advance lengths and step.
+
+    rows     `[B]` int64; the padding row, the table's last, is left alone
+    tokens   `[B]` int64
+    best     `[B]` fp32: a row where it is not finite has failed; its last token becomes 0, its result -1
+    results  `[slots, max_rows]` int32, written at the step's slot
+    """
+    failed = ~torch.isfinite(best)
+    real = rows != len(last_token) - 1
+    results[int(step) % len(results), : len(rows)] = tokens.where(~failed, -1).int().to(results.device)
+    last_token[rows] = tokens.where(real & ~failed, last_token[rows].where(~real, 0))
+    length[rows] += real.long()
+    step += 1

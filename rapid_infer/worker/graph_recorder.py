@@ -1,0 +1,45 @@
+"""Recording of CUDA graphs: all in one memory pool, none half done without an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class GraphRecorder:
+    """Graphs that it records must be replayed one after another: they share memory for what they do not return."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(
+        self, what: str, run: Callable[[], T], warm_up: Callable[[], object] | None = None
+    ) -> tuple[torch.cuda.CUDAGraph, T]:
+        """A graph of what `run` launches, and what it returned. RuntimeError, naming `what`, when that fails.
+
+        `warm_up`, or `run` itself, is executed first: kernels are compiled and workspaces allocated there; during a
+        recording neither is allowed.
+        """
+        graph = torch.cuda.CUDAGraph()
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                (warm_up or run)()
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    result = run()
+                finally:
+                    graph.capture_end()
+        except Exception as error:
+            raise RuntimeError(
+                f"recording the CUDA graph for the {what} failed with {type(error).__name__}: {error}; "
+                f"enforce_eager=True runs without graphs"
+            ) from error
+        current.wait_stream(self._stream)
+        return graph, result
