@@ -97,12 +97,12 @@ class EngineArgs:
     max_num_seqs            requests that run at once; auto: 256 on a GPU, 64 on a CPU
     max_num_batched_tokens  tokens of one step; auto: 8192 on a GPU, 512 on a CPU
     block_size              tokens of one cache block; auto: 64 on a GPU, 16 on a CPU
-    gpu_memory_utilization  share of the free GPU memory that the cache may take
-    kv_cache_memory_bytes   size of the cache; auto: see gpu_memory_utilization, on a CPU a quarter of what is free, at
+    gpu_memory_utilization  share of the GPU's memory that weights, steps and cache may take together
+    kv_cache_memory_bytes   size of the cache; auto: what is measured to be left, on a CPU a quarter of what is free, at
                             most 4 GiB
     enable_prefix_caching   keep the blocks of past prompts for requests that start the same
     enable_chunked_prefill  let a long prompt be computed in pieces, between other requests' tokens
-    enforce_eager           never record CUDA graphs
+    enforce_eager           launch every operator on its own instead of recording CUDA graphs
     queue_depth             steps in flight; 2 plans a step before the tokens of the last are read; auto: 2 on a GPU,
                             1 on a CPU
     skip_tokenizer_init     load no tokenizer: prompts are token ids, and there is no text
