@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from common import environment, metrics, options, peer, workloads
+from common import environment, floor, metrics, options, peer, workloads
 from common.monitor import Monitor, Resources
 from common.output import Report, command_line, figures, gigabytes
 from common.runner import Run, run_engine
@@ -100,6 +100,7 @@ class _Benchmark:
             self._introduce(engine, requests, load_s)
             ours = self._time_engine(engine, requests, load_s)
             result = self._result(engine, ours, requests)
+            self._floor(engine, result, requests)
             if self.ns.profile:
                 self._profile(engine, requests)
             config, path = engine.config, engine.checkpoint.path
@@ -203,6 +204,15 @@ class _Benchmark:
 
         table, trace = profile(engine, requests, self.ns.profile, self.name, self.ns.profile_steps)
         self.report.say(f"\n{table}\ntrace {trace}")
+
+    def _floor(self, engine: LLMEngine, result: Result, requests: Sequence[Request]) -> None:
+        peak = floor.MEASURED.get(next(iter(result.environment.gpus), ""))
+        model = floor.DenseModel.read(engine.checkpoint.raw)
+        if peak is None or model is None or engine.config.device != "cuda" or result.model["dtype"] == "float32":
+            return
+        least, took = floor.floor_seconds(model, requests, peak), result.metrics["best"]["wall_s"]
+        result.metrics["floor_s"] = least
+        self.report.say(f"floor, by bytes and operations alone: {least:.3f} s, {least / took:.0%} of the best run")
 
     def _recorded_peer(self, result: Result, ours: Measured) -> None:
         parallel = result.engine_options["resolved"]["parallel"]
