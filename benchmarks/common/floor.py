@@ -1,7 +1,7 @@
 """The least time a workload can take on a device: bytes over bandwidth or arithmetic over its peak, step by step.
 
-Prompts first, all their arithmetic at peak; then one step per token, which reads the weights once and the cache of every
-row that is still there. No launch, no gap, nothing else is counted, so no engine reaches it.
+Prompts first, all their arithmetic at peak; then one step per token, which reads the weights once and the cache of
+every row that is still there. No launch, no gap, nothing else is counted, so no engine reaches it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ class DenseModel:
 
 
 def floor_seconds(model: DenseModel, requests: Sequence[Request], peak: Peak) -> float:
-    """`requests`: (prompt, number of new tokens), all there from the start; prompts that share a prefix share its work."""
+    """For requests that are all there from the start, as (prompt, number of new tokens).
+
+    What all prompts begin with is computed, and read, once.
+    """
     body = model.layers * model.layer_weights
     seconds, shared = 0.0, _shared(requests)
     for nth, (prompt, _) in enumerate(requests):
