@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from common.prefill_cases import HEAD_DIM, HEADS, Task, candidates, cudnn, flash, make, sampled, tasks
+from common.prefill_cases import HEAD_DIM, HEADS, HOPPER, Task, candidates, cudnn, flash, make, sampled, tasks
 from torch import Tensor
 
 from rapid_infer.ops.providers.triton import attention_prefill
@@ -140,6 +140,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="three cases with 32/8 heads, fewer candidates")
     parser.add_argument("--only", metavar="NAMES", help=f"of {','.join(dict.fromkeys(t.name for t in tasks()))}")
     parser.add_argument("--heads", type=int, metavar="N", help=f"of {','.join(str(h) for h, _ in HEADS)}")
+    parser.add_argument("--hopper", action="store_true", help="also the kernel in Gluon for SM 90")
     parser.add_argument("--workers", type=int, default=16, metavar="N", help="compiling processes (default 16)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON with every time")
     ns = parser.parse_args()
@@ -150,7 +151,7 @@ def main() -> int:
         parser.error("needs a GPU, and names as --help lists them")
     torch.manual_seed(0)
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    configs = candidates(ns.quick)
+    configs = candidates(ns.quick) + HOPPER * ns.hopper
     jobs = [(h, kv, config) for h, kv in dict.fromkeys((t.heads, t.kv_heads) for t in chosen) for config in configs]
     started = time.perf_counter()
     with multiprocessing.get_context("spawn").Pool(min(ns.workers, len(jobs))) as pool:

@@ -12,29 +12,33 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
-def _page(table_ptr, first, keys, BLOCK_SIZE: tl.constexpr):
-    """The row of the caches' `[slots, kv_heads * dim]` views where the tile of keys from `first` on begins."""
+def _block(table_ptr, first, keys, BLOCK_SIZE: tl.constexpr):
+    """The block with the keys from `first` on."""
     at = table_ptr + tl.minimum(first, keys - 1) // BLOCK_SIZE
     if _INTERPRETED:
-        block = tl.load(at)
+        return tl.load(at)
     else:
         # Hidden from Triton, which would copy the number itself ahead and so have no stage left for copying keys.
-        block = tl.inline_asm_elementwise(
-            "ld.global.nc.b32 $0, [$1];", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1
+        return tl.inline_asm_elementwise(
+            "ld.global.b32 $0, [$1];", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1
         )  # fmt: skip
-    return block * BLOCK_SIZE + first % BLOCK_SIZE
 
 
 @triton.jit
-def _scores(product, first, position, window, scale, cap,
-            TILE: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
+def _copy(tiles, block, slot, column, TILE: tl.constexpr, DIM: tl.constexpr):
+    """`[TILE, DIM]` of a block from `slot` on; zeros where there is no such slot."""
+    return tiles.load([block, slot, column]).reshape(TILE, DIM)
+
+
+@triton.jit
+def _scores(product, key, first, position, window, scale, cap,
+            MASKED: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
     """Without CAP the scale is left to the exponent, where it costs nothing."""
     score = product
     if CAP:
         score = cap - 2.0 * cap / (tl.exp2(product * scale) + 1.0)
     if MASKED:
-        key = first + tl.arange(0, TILE)
-        seen = key[None, :] <= position[:, None]
+        seen = (key[None, :] <= position[:, None]) & (key >= first)[None, :]
         if WINDOW:
             seen = seen & (key[None, :] > position[:, None] - window)
         score = tl.where(seen, score, float("-inf"))
@@ -44,40 +48,45 @@ def _scores(product, first, position, window, scale, cap,
 @triton.jit
 def attend_pages(
     acc, top, total, q, position, k_tiles, v_tiles, column, table_ptr, begin, end, keys, window, scale, cap,
-    TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAIR: tl.constexpr, MASKED: tl.constexpr, PARTIAL: tl.constexpr,
+    DIM: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAIR: tl.constexpr, MASKED: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Take the keys `begin .. end` of a row that has `keys` into (acc `[M, dim]`, top `[M]`, total `[M]`).
+    """Take the keys `begin .. end` of a row that has `keys` into (acc `[M, DIM]`, top `[M]`, total `[M]`).
 
-    q `[M, dim]` stands at `position` `[M]`; `begin` is a multiple of TILE, which divides BLOCK_SIZE. `k_tiles` and
-    `v_tiles` are descriptors of the caches as `[slots, kv_heads * dim]`, in tiles `[TILE, dim]`. PAIR takes two tiles
-    at a time, whose number is even. Without MASKED every q sees all keys; PARTIAL: the last tile may reach past `keys`.
+    q `[M, DIM]` stands at `position` `[M]`; `begin` is a multiple of TILE, which divides BLOCK_SIZE. `k_tiles` and
+    `v_tiles` are descriptors of the caches as `[blocks, BLOCK_SIZE, kv_heads * DIM]`, in tiles `[1, TILE, DIM]`. PAIR
+    takes two tiles at a time, whose number is even. Without MASKED every q sees all keys.
     """
     STEP: tl.constexpr = TILE * 2 if PAIR else TILE
     weigh = 1.0 if CAP else scale
     # One step ahead, so that copies need not wait for the table.
-    page = _page(table_ptr, begin, keys, BLOCK_SIZE)
-    page_2 = page
+    block = _block(table_ptr, begin, keys, BLOCK_SIZE)
+    block_2 = block
     if PAIR:
-        page_2 = _page(table_ptr, begin + TILE, keys, BLOCK_SIZE)
+        block_2 = _block(table_ptr, begin + TILE, keys, BLOCK_SIZE)
     for first in tl.range(begin, end, STEP, num_stages=STAGES):
-        k = k_tiles.load([page, column])
-        v = v_tiles.load([page, column])
+        # Slots past the last key may hold NaN, which a weight of zero does not hide. So a tile that would reach there
+        # starts earlier: at keys before its own, which are masked, or before the block, where copies give zeros.
+        early = tl.maximum(first + TILE - keys, 0) if MASKED else 0
+        slot = first % BLOCK_SIZE - early
+        key = first - early + tl.arange(0, TILE)
+        k = _copy(k_tiles, block, slot, column, TILE, DIM)
+        v = _copy(v_tiles, block, slot, column, TILE, DIM)
         zeros = tl.zeros([q.shape[0], TILE], tl.float32)
         score = _scores(
-            matmul(q, tl.trans(k), zeros), first, position, window, scale, cap, TILE, MASKED, WINDOW, CAP
+            matmul(q, tl.trans(k), zeros), key, first, position, window, scale, cap, MASKED, WINDOW, CAP
         )  # fmt: skip
         peak = tl.max(score, 1)
         if PAIR:
-            k_2 = k_tiles.load([page_2, column])
-            v_2 = v_tiles.load([page_2, column])
+            slot_2 = (first + TILE) % BLOCK_SIZE
+            k_2 = _copy(k_tiles, block_2, slot_2, column, TILE, DIM)
+            v_2 = _copy(v_tiles, block_2, slot_2, column, TILE, DIM)
             score_2 = _scores(
-                matmul(q, tl.trans(k_2), zeros), first + TILE, position, window, scale, cap,
-                TILE, MASKED, WINDOW, CAP,
+                matmul(q, tl.trans(k_2), zeros), key, first, position, window, scale, cap, False, WINDOW, CAP
             )  # fmt: skip
             peak = tl.maximum(peak, tl.max(score_2, 1))
-            page_2 = _page(table_ptr, first + STEP + TILE, keys, BLOCK_SIZE)
-        page = _page(table_ptr, first + STEP, keys, BLOCK_SIZE)
+            block_2 = _block(table_ptr, first + STEP + TILE, keys, BLOCK_SIZE)
+        block = _block(table_ptr, first + STEP, keys, BLOCK_SIZE)
         higher = tl.maximum(top, peak * weigh)
         base = higher
         if MASKED:
@@ -86,17 +95,11 @@ def attend_pages(
         weight = tl.exp2(score * weigh - base[:, None])
         shrink = tl.exp2(top - base)
         part = tl.sum(weight, 1)
-        acc = acc * shrink[:, None]
-        if PARTIAL:
-            # Slots past the last key may hold NaN, which a weight of zero does not hide.
-            v = tl.where((first + tl.arange(0, TILE) < keys)[:, None], v, 0.0)
+        acc = matmul(weight.to(v.dtype), v, acc * shrink[:, None])
         if PAIR:
             weight_2 = tl.exp2(score_2 * weigh - base[:, None])
             part += tl.sum(weight_2, 1)
-            acc = matmul(weight.to(v.dtype), v, acc)
             acc = matmul(weight_2.to(v.dtype), v_2, acc)
-        else:
-            acc = matmul(weight.to(v.dtype), v, acc)
         total = total * shrink + part
         top = higher
     return acc, top, total

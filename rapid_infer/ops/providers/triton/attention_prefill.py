@@ -44,7 +44,7 @@ def _attend_all(
         if TMA:
             acc, top, total = attend_pages(
                 acc, top, total, q, position, k_tiles, v_tiles, head * DIM, table, begin, entered, keys,
-                window, scale, cap, TILE, BLOCK_SIZE, False, True, True, True, CAP, STAGES,
+                window, scale, cap, DIM, TILE, BLOCK_SIZE, False, True, True, CAP, STAGES,
             )  # fmt: skip
         else:
             acc, top, total = attend(
@@ -55,18 +55,13 @@ def _attend_all(
     if TMA:
         if PAIR:
             full = entered + (full - entered) // (2 * TILE) * (2 * TILE)
-        whole = tl.maximum(tl.minimum(end, keys // TILE * TILE), full)
         acc, top, total = attend_pages(
             acc, top, total, q, position, k_tiles, v_tiles, head * DIM, table, entered, full, keys,
-            window, scale, cap, TILE, BLOCK_SIZE, PAIR, False, False, False, CAP, STAGES,
+            window, scale, cap, DIM, TILE, BLOCK_SIZE, PAIR, False, False, CAP, STAGES,
         )  # fmt: skip
         acc, top, total = attend_pages(
-            acc, top, total, q, position, k_tiles, v_tiles, head * DIM, table, full, whole, keys,
-            window, scale, cap, TILE, BLOCK_SIZE, False, True, False, WINDOW, CAP, STAGES,
-        )  # fmt: skip
-        acc, top, total = attend_pages(
-            acc, top, total, q, position, k_tiles, v_tiles, head * DIM, table, whole, end, keys,
-            window, scale, cap, TILE, BLOCK_SIZE, False, True, True, WINDOW, CAP, 1,
+            acc, top, total, q, position, k_tiles, v_tiles, head * DIM, table, full, end, keys,
+            window, scale, cap, DIM, TILE, BLOCK_SIZE, False, True, WINDOW, CAP, STAGES,
         )  # fmt: skip
     else:
         acc, top, total = attend(
@@ -91,7 +86,7 @@ def _prefill_kernel(
     TMA: tl.constexpr, PAIR: tl.constexpr, STAGES: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """With TMA, `k_tiles` and `v_tiles` describe the caches as `[slots, kv_heads * DIM]`, in tiles `[TILE, DIM]`."""
+    """`k_tiles` and `v_tiles` are what `attend_pages` takes, if TMA."""
     start_next(PDL)
     head = tl.program_id(0)
     plan_ptr += tl.program_id(1) * ENTRY
@@ -147,12 +142,19 @@ def prefill(
         sms = num_multiprocessors(q.device)
         config = choose(q.shape[0] - decodes, q.shape[1], dim, q.dtype, possible, sms)
     per_tile = max(config.queries // group, 1)
+    if config.hopper:
+        # Imported where it is used: Gluon is experimental, and of no use elsewhere.
+        from rapid_infer.ops.providers.triton.attention_hopper_launch import prefill_hopper
+
+        plan = prefill_plan(metadata, q.shape[0], per_tile)
+        prefill_hopper(q, k_cache, v_cache, out, lse, metadata, plan, window, sinks, scales, config)
+        return
     plan = prefill_plan(metadata, q.shape[0], per_tile)
     k_tiles: Any = k_cache
     v_tiles: Any = v_cache
     if config.tma:
         k_tiles, v_tiles = (
-            TensorDescriptor.from_tensor(tma_view(cache, config.keys), [config.keys, dim])
+            TensorDescriptor.from_tensor(tma_view(cache, config.keys), [1, config.keys, dim])
             for cache in (k_cache, v_cache)
         )
     limit = {} if config.registers is None else {"maxnreg": config.registers}

@@ -30,7 +30,8 @@ class PrefillConfig:
     """`queries` query heads of a program, all its tokens together, and `keys` keys at a time.
 
     tma: tiles of keys are copied by TMA, else each thread copies its part; only tma has what follows. pair: two tiles
-    at a time, so that the accumulator is scaled half as often. registers: the most a thread may have, or None.
+    at a time, so that the accumulator is scaled half as often. hopper: the kernel for SM 90 alone, which has 128
+    queries and its own number of warps. registers: the most a thread may have, or None.
     """
 
     queries: int
@@ -39,6 +40,7 @@ class PrefillConfig:
     stages: int
     tma: bool = False
     pair: bool = False
+    hopper: bool = False
     registers: int | None = None
 
 
@@ -65,13 +67,17 @@ def _has_tma(device: torch.device) -> bool:
 
 
 def tma_view(cache: Tensor, keys: int) -> Tensor | None:
-    """The cache `[blocks, block_size, kv_heads, dim]` as `[slots, kv_heads * dim]`, if TMA can copy `keys` slots of it.
+    """The cache `[blocks, block_size, kv_heads, dim]` as `[blocks, block_size, kv_heads * dim]`, or None.
 
-    That takes tiles that lie in one block, dims that fill them, and rows at multiples of 16 bytes.
+    None: TMA cannot copy `keys` slots of it. That takes tiles that lie in one block, dims that fill them, and all at
+    multiples of 16 bytes.
     """
-    blocks, size, kv_heads, dim = cache.shape
+    size, _, dim = cache.shape[1:]
     if not _has_tma(cache.device) or (cache.dtype.itemsize != 2 and not INTERPRETED):
         return None
-    if size % keys or dim < 16 or dim & (dim - 1) or not cache.is_contiguous() or cache.data_ptr() % 16:
+    aligned = cache.data_ptr() % 16 == 0 and all(
+        stride * cache.dtype.itemsize % 16 == 0 for stride in cache.stride()[:2]
+    )
+    if size % keys or dim < 16 or dim & (dim - 1) or not aligned or cache.stride()[2:] != (dim, 1):
         return None
-    return cache.view(blocks * size, kv_heads * dim)
+    return cache.flatten(2)
