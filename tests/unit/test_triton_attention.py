@@ -17,7 +17,13 @@ import triton.language as tl
 from rapid_infer.ops import OPS
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.paged_attention import make_metadata
-from rapid_infer.ops.providers.triton import attention_plan, attention_prefill, attention_tile
+from rapid_infer.ops.providers.triton import (
+    attention_plan,
+    attention_prefill,
+    attention_prefill_config,
+    attention_prefill_plan,
+    attention_tile,
+)
 from rapid_infer.ops.providers.triton.attention import paged_attention
 from rapid_infer.ops.providers.triton.attention_plan import decode_plan, first_tile, row_part
 
@@ -44,7 +50,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 16 keys and of 16 queries, so that short sequences have many."""
     monkeypatch.setattr(attention_tile, "MAX_TILE", 16)
     for name in ("QUERIES", "FEW_QUERIES", "FP32_QUERIES"):
-        monkeypatch.setattr(attention_prefill, name, 16)
+        monkeypatch.setattr(attention_prefill_config, name, 16)
+    monkeypatch.setattr(attention_prefill_config, "POINTER_KEYS", 16)
+    for module in (attention_prefill, attention_prefill_config):
+        monkeypatch.setattr(module, "PAGE", 16)
 
 
 def make_case(
@@ -169,9 +178,64 @@ def test_a_group_larger_than_a_tile_of_queries(small: None) -> None:
 
 
 def test_more_rows_than_are_counted_at_once(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_prefill, "_ROWS_AT_ONCE", 2)
+    monkeypatch.setattr(attention_prefill_plan, "_TILES_AT_ONCE", 2)
     monkeypatch.setattr(attention_plan, "_ROWS_AT_ONCE", 2)
     check(make_case([8, 30, 17, 20, 9, 35, 40, 5], [1, 1, 1, 3, 9, 35, 2, 5]))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize("tma", [False, True])
+def test_ways_to_read_keys(
+    options: dict[str, Any], pair: bool, tma: bool, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = attention_prefill_config.PrefillConfig(16, 16, warps=4, stages=2, tma=tma, pair=pair and tma)
+    monkeypatch.setattr(attention_prefill, "choose", lambda *_: config)
+    check(make_case([33, 70, 96], [1, 70, 40], size=32), **options)
+
+
+@pytest.mark.parametrize("query_lens", [[9, 40], [1, 9, 40], [1, 1, 21, 5], [1, 1, 1]], ids=str)
+@pytest.mark.parametrize("options", OPTIONS[::3], ids=str)
+def test_rows_that_only_the_device_knows(query_lens: list[int], options: dict[str, Any], small: None) -> None:
+    """As in a CUDA graph of a mixed step: the host has the most rows and tokens there can be."""
+    case = make_case([50, 60, 40, 33][: len(query_lens)], query_lens)
+    metadata, tokens, spare = case["metadata"], sum(query_lens), 3
+    if options.get("sinks"):
+        options = {**options, "sinks": torch.randn(6, device=DEVICE)}
+    expected = REFERENCE(**{**case, **options})
+    zero = torch.zeros(spare, dtype=torch.int32, device=DEVICE)
+    rows = len(query_lens) + spare
+    case["metadata"] = AttentionMetadata(
+        block_table=metadata.block_table,
+        rows=torch.cat([metadata.rows, zero]),
+        query_start=torch.cat([metadata.query_start, zero + tokens]),
+        seq_lens=torch.cat([metadata.seq_lens, zero]),
+        slots=metadata.slots,
+        max_query_len=100,
+        max_seq_len=100,
+        num_decodes=rows,
+        decodes=torch.tensor([query_lens.count(1)], dtype=torch.int32, device=DEVICE),
+    )
+    case["q"] = torch.cat([case["q"], torch.full((20, 6, 32), math.nan, device=DEVICE)])
+    for got, wanted in zip(paged_attention(**{**case, **options}), expected):
+        torch.testing.assert_close(got[:tokens], wanted, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("decodes", [0, 2, 5])
+def test_every_token_is_in_one_tile(decodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_prefill_plan, "_TILES_AT_ONCE", 2)
+    query_lens = [1] * decodes + [4, 1, 40, 8, 17]
+    seq_lens = [n + 3 * i for i, n in enumerate(query_lens)]
+    metadata = make_metadata(seq_lens, query_lens, 16, DEVICE)[0]
+    metadata.num_decodes = decodes
+    plan = attention_prefill_plan.prefill_plan(metadata, sum(query_lens), 8)
+    found = sorted(tile[:5] for tile in plan.tolist() if tile[1] > 0)
+    start, wanted = metadata.query_start.tolist(), []
+    for row in range(decodes, len(query_lens)):
+        for before in range(0, query_lens[row], 8):
+            count, computed = min(query_lens[row] - before, 8), seq_lens[row] - query_lens[row]
+            wanted.append([start[row] + before, count, computed + before, seq_lens[row], row])
+    assert found == sorted(wanted)
 
 
 def test_q_may_be_a_slice() -> None:

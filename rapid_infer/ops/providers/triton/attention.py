@@ -34,6 +34,7 @@ def paged_attention(
     scales, constants = score_scales(scale, soft_cap), tile_constants(q, k_cache)
     if metadata.num_decodes:
         decode(q, k_cache, v_cache, out, lse, metadata, window, sinks, scales, constants)
-    if q.shape[0] > metadata.num_decodes:
+    # Only the device may know which rows have one token; then neither part can be left out.
+    if metadata.decodes is not None or q.shape[0] > metadata.num_decodes:
         prefill(q, k_cache, v_cache, out, lse, metadata, window, sinks, scales, constants)
     return out if lse is None else (out, lse)

@@ -1,0 +1,47 @@
+"""Launches the attention kernel for SM 90."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.providers.triton.attention_hopper import hopper_kernel
+from rapid_infer.ops.providers.triton.attention_prefill_config import PrefillConfig, tma_view
+from rapid_infer.ops.providers.triton.attention_prefill_plan import ENTRY
+from rapid_infer.ops.providers.triton.launch import options
+
+REGISTERS = 168
+"""Of a thread when the kernel starts: all of a multiprocessor's, for twelve warps."""
+
+
+def prefill_hopper(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    metadata: AttentionMetadata,
+    plan: Tensor,
+    window: int | None,
+    sinks: Tensor | None,
+    scales: dict[str, Any],
+    config: PrefillConfig,
+) -> None:
+    """As `prefill`, for a plan with `config.queries` query heads in a tile."""
+    _, block_size, kv_heads, dim = k_cache.shape
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+    tiles = [
+        TensorDescriptor.from_tensor(tma_view(cache, config.keys), [1, config.keys, dim], layout)
+        for cache in (k_cache, v_cache)
+    ]
+    hopper_kernel[(kv_heads, plan.shape[0])](
+        q, *tiles, out, lse if lse is not None else out, sinks if sinks is not None else q, metadata.block_table, plan,
+        q.stride(0), q.stride(1), out.stride(0), metadata.block_table.stride(0), window or 0,
+        GROUP=q.shape[1] // kv_heads, DIM=dim, TILE=config.keys, BLOCK_SIZE=block_size, STAGES=config.stages,
+        ENTRY=ENTRY.value, WINDOW=window is not None, SINKS=sinks is not None, LSE=lse is not None,
+        num_warps=4, maxnreg=REGISTERS, **scales, **options(q),
+    )  # fmt: skip

@@ -1,0 +1,77 @@
+"""Every way to cut prompts into programs gives the reference's attention, whatever lies in unused slots."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from rapid_infer.ops import OPS
+from rapid_infer.ops.paged_attention import make_metadata
+from rapid_infer.ops.providers.triton import attention_prefill
+from rapid_infer.ops.providers.triton.attention import paged_attention
+from rapid_infer.ops.providers.triton.attention_prefill_config import PrefillConfig
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs SM 90"
+    ),
+]
+CONFIGS = {
+    "pointers": PrefillConfig(128, 64, warps=8, stages=3),
+    "tma": PrefillConfig(128, 64, warps=8, stages=3, tma=True),
+    "pair": PrefillConfig(128, 64, warps=8, stages=2, tma=True, pair=True),
+    "few": PrefillConfig(64, 64, warps=4, stages=2, tma=True),
+    "hopper": PrefillConfig(128, 64, warps=4, stages=3, tma=True, hopper=True),
+}
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"window": 100},
+    {"window": 7},
+    {"soft_cap": 20.0},
+    {"sinks": True},
+    {"window": 300, "soft_cap": 20.0, "sinks": True},
+)
+# Rows of one token first; queries at and around the ends of tiles and pages, alone and after cached keys.
+SEQ_LENS = [7, 300, 5, 63, 64, 65, 127, 128, 129, 700, 1000, 321, 2000]
+QUERY_LENS = [1, 1, 5, 63, 64, 65, 127, 128, 129, 700, 33, 320, 2]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 128), (2, 2, 64), (6, 1, 128), (16, 8, 128)])
+@pytest.mark.parametrize("size", [64, 128])
+def test_prefill(
+    name: str, variant: dict[str, Any], heads: int, kv_heads: int, dim: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(attention_prefill, "choose", lambda *_: CONFIGS[name])
+    metadata, blocks = make_metadata(SEQ_LENS, QUERY_LENS, size, "cuda")
+    used = torch.zeros(blocks * size, dtype=torch.bool, device="cuda")
+    for row, n in enumerate(SEQ_LENS):
+        key = torch.arange(n, device="cuda")
+        used[metadata.block_table[row, key // size].long() * size + key % size] = True
+    # Keys and values in one tensor, so that blocks do not follow each other.
+    cache = torch.randn(blocks, 2, size, kv_heads, dim, dtype=torch.bfloat16, device="cuda")
+    cache.transpose(1, 2)[~used.view(blocks, size)] = math.nan
+    options = {"window": None, "soft_cap": None, "sinks": None, **variant}
+    if options["sinks"]:
+        options["sinks"] = torch.randn(heads, device="cuda")
+    case = {
+        "q": torch.randn(sum(QUERY_LENS), heads, dim, dtype=torch.bfloat16, device="cuda"),
+        "k_cache": cache[:, 0],
+        "v_cache": cache[:, 1],
+        "metadata": metadata,
+        "scale": dim**-0.5,
+        "return_lse": True,
+        **options,
+    }
+    out, lse = paged_attention(**case)
+    expected, expected_lse = OPS["paged_attention"].reference(**case)
+    torch.testing.assert_close(out.float(), expected.float(), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(lse, expected_lse, atol=2e-3, rtol=2e-3)
