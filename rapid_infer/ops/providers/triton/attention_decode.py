@@ -12,8 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.providers.triton import attention_shared
 from rapid_infer.ops.providers.triton.attention_plan import decode_plan, first_tile, row_part
-from rapid_infer.ops.providers.triton.attention_tile import attend, finish
+from rapid_infer.ops.providers.triton.attention_shared import add_shared, attend_shared, rows_per_item
+from rapid_infer.ops.providers.triton.attention_tile import add_parts, attend, finish
 from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
 
 WARPS = 4
@@ -47,7 +49,6 @@ def _combine(
 ):  # fmt: skip
     """(acc `[GROUP_PAD, DIM_PAD]`, top and total `[GROUP_PAD]`) of a row, always added up in the order of slices."""
     group = tl.arange(0, GROUP_PAD)
-    dim = tl.arange(0, DIM_PAD)
     acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
     top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
@@ -55,23 +56,7 @@ def _combine(
         nth = start + tl.arange(0, COUNT)
         # The row starts in its first slice, second place, and runs into the others, first place.
         place = ((first_slice + nth) * 2 + (nth == 0).to(tl.int32)) * KV_HEADS + head
-        exists = (nth < slices)[:, None] & (group < GROUP)[None, :]
-        # Other programs wrote these during this kernel: not to be read through the first level cache.
-        stats = stats_ptr + place[:, None] * (2 * GROUP) + group[None, :]
-        tops = tl.load(stats, mask=exists, other=float("-inf"), cache_modifier=".cg")
-        totals = tl.load(stats + GROUP, mask=exists, other=0.0, cache_modifier=".cg")
-        at = place[:, None] * GROUP + group[None, :]
-        parts = tl.load(
-            partial_ptr + at[:, :, None] * DIM_PAD + dim[None, None, :],
-            mask=exists[:, :, None], other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
-        higher = tl.maximum(top, tl.max(tops, 0))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp2(tops - base[None, :])
-        shrink = tl.exp2(top - base)
-        total = total * shrink + tl.sum(totals * weight, 0)
-        acc = acc * shrink[:, None] + tl.sum(parts * weight[:, :, None], 0)
-        top = higher
+        acc, top, total = add_parts(acc, top, total, partial_ptr, stats_ptr, place, nth < slices, group, GROUP, DIM_PAD)
     return acc, top, total
 
 
@@ -79,9 +64,11 @@ def _combine(
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, table_ptr, rows_ptr, seq_lens_ptr,
     first_ptr, slice_row_ptr, quota_ptr, arrived_ptr, partial_ptr, stats_ptr,
+    shared_ptr, shared_partial_ptr, shared_stats_ptr,
     q_stride, q_head_stride, table_stride, block_stride, token_stride, head_stride, window, scale, cap,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROW_COST: tl.constexpr, COUNT: tl.constexpr,
+    PACK: tl.constexpr, ADD_COUNT: tl.constexpr, OVERLAP: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start_next(PDL)
@@ -91,7 +78,8 @@ def _decode_kernel(
     group = tl.arange(0, M)
     dim = tl.arange(0, DIM_PAD)
     real = (group < GROUP)[:, None] & (dim < DIM)[None, :]
-    wait_previous(PDL)
+    if not OVERLAP:
+        wait_previous(PDL)
     quota = tl.load(quota_ptr)
     first_row = tl.load(slice_row_ptr + slice)
     last_row = tl.load(slice_row_ptr + slice + 1)
@@ -102,8 +90,11 @@ def _decode_kernel(
         q_at = q_ptr + row * q_stride + (head * GROUP + group)[:, None] * q_head_stride
         q = tl.load(q_at + dim[None, :], mask=real, other=0.0)
         begin, end, first_slice, slices = row_part(first_ptr, row, slice, quota, ROW_COST)
+        skipped = first_tile(keys, window, TILE, WINDOW)
+        if PACK > 0:
+            # Windows and shared blocks exclude each other.
+            skipped = tl.load(shared_ptr + row * 3)
         if begin < end:
-            skipped = first_tile(keys, window, TILE, WINDOW)
             acc, top, total = attend(
                 tl.zeros([M, DIM_PAD], tl.float32),
                 tl.full([M], float("-inf"), tl.float32),
@@ -113,6 +104,14 @@ def _decode_kernel(
                 (skipped + begin) * TILE, tl.minimum((skipped + end) * TILE, keys), keys, block_stride, token_stride,
                 window, scale, cap, DIM, DIM_PAD, TILE, BLOCK_SIZE, True, WINDOW, CAP,
             )  # fmt: skip
+            if PACK > 0:  # noqa: SIM102 (known when compiled; the other is not)
+                if (skipped > 0) & (slice == first_slice):
+                    if OVERLAP:
+                        wait_previous(PDL)
+                    acc, top, total = add_shared(
+                        acc, top, total, shared_ptr, shared_partial_ptr, shared_stats_ptr, row, head, group,
+                        KV_HEADS, GROUP, DIM_PAD, PACK, ADD_COUNT,
+                    )  # fmt: skip
             if slices == 1:
                 _write(
                     acc, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, group,
@@ -139,6 +138,9 @@ def _decode_kernel(
                         row_acc, row_top, row_total, out_ptr, lse_ptr, sinks_ptr, row, head, tl.arange(0, GROUP_PAD),
                         KV_HEADS, GROUP, DIM, DIM_PAD, SINKS, LSE,
                     )  # fmt: skip
+    if OVERLAP:
+        # The next kernel waits for this one only, and so must find the one before it done too.
+        wait_previous(PDL)
 
 
 def decode(
@@ -159,14 +161,21 @@ def decode(
     """
     kv_heads, group, dim_pad = k_cache.shape[-2], constants["GROUP"], constants["DIM_PAD"]
     group_pad = triton.next_power_of_2(group)
-    plan = decode_plan(metadata, kv_heads, group, dim_pad, constants["TILE"], window)
+    pack = rows_per_item(q, metadata, window, constants)
+    plan = decode_plan(metadata, kv_heads, group, dim_pad, constants["TILE"], window, constants["BLOCK_SIZE"], pack)
+    shared = plan.shared
+    if shared is not None:
+        attend_shared(q, k_cache, v_cache, metadata, shared, scales, constants)
     _decode_kernel[(plan.slices * kv_heads,)](
         q, k_cache, v_cache, out, lse if lse is not None else out, sinks if sinks is not None else q,
         metadata.block_table, metadata.rows, metadata.seq_lens,
         plan.first, plan.slice_row, plan.quota, plan.arrived, plan.partial, plan.stats,
+        *((plan.first, plan.partial, plan.stats) if shared is None else (shared.rows, shared.partial, shared.stats)),
         q.stride(0), q.stride(1), metadata.block_table.stride(0), *k_cache.stride()[:3], window or 0,
         KV_HEADS=kv_heads, GROUP_PAD=group_pad, ROW_COST=plan.row_cost,
         COUNT=max(COMBINED_AT_ONCE // (group_pad * dim_pad), 1),
+        PACK=pack, ADD_COUNT=max(attention_shared.ADDED_AT_ONCE // (max(group_pad, 16) * dim_pad), 1),
+        OVERLAP=attention_shared.OVERLAP and shared is not None,
         WINDOW=window is not None, SINKS=sinks is not None, LSE=lse is not None,
         num_warps=WARPS, num_stages=STAGES, **scales, **constants, **options(q),
     )  # fmt: skip

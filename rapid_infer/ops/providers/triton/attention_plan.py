@@ -1,10 +1,10 @@
 """How a step's decode rows are cut into equal shares of work: once per step, on the device.
 
-Work is counted in tiles of keys. The tiles of all rows stand in one line, those of a row after ROW_COST more units for
-what a row costs besides. The line is cut into slices of equal length, and one program per slice and kv head works
-through its slice, so that programs finish together however lengths are mixed, and those that run side by side read
-neighbouring heads of the same pages. A row that lies in several slices leaves partial results, which the program that
-comes last to it puts together.
+Work is counted in tiles of keys, without those that rows share (see attention_groups). The tiles of all rows stand in
+one line, those of a row after ROW_COST more units for what a row costs besides. The line is cut into slices of equal
+length, and one program per slice and kv head works through its slice, so that programs finish together however lengths
+are mixed, and those that run side by side read neighbouring heads of the same pages. A row that lies in several slices
+leaves partial results, which the program that comes last to it puts together.
 
 Sizes and launches follow from numbers known on the host, not from lengths: a plan can be made in a CUDA graph.
 """
@@ -19,6 +19,14 @@ import triton.language as tl
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.providers.triton import attention_groups
+from rapid_infer.ops.providers.triton.attention_groups import (
+    SharedPlan,
+    empty_shared_plan,
+    find_groups,
+    padded_rows,
+    plan_items,
+)
 from rapid_infer.ops.providers.triton.launch import num_multiprocessors, options, start_next, wait_previous
 
 PROGRAMS_PER_MULTIPROCESSOR = 2
@@ -40,6 +48,7 @@ class DecodePlan:
     partial    `[S, 2, kv_heads, group, dim]` fp32, dim padded: unscaled results of a slice's part of the row that runs
                into it, and of the one that starts in it and runs on
     stats      `[S, 2, kv_heads, 2, group]` fp32: their highest score and sum of weights
+    shared     what rows share, if any may
     """
 
     slices: int
@@ -50,6 +59,7 @@ class DecodePlan:
     arrived: Tensor
     partial: Tensor
     stats: Tensor
+    shared: SharedPlan | None = None
 
 
 @triton.jit
@@ -76,18 +86,22 @@ def row_part(first_ptr, row, slice, quota, ROW_COST: tl.constexpr):
 
 
 @triton.jit
-def _units(seq_lens_ptr, row, rows, window, TILE: tl.constexpr, ROW_COST: tl.constexpr, WINDOW: tl.constexpr):
-    """Of each row; one without keys, a padding row, has a tile to itself, so that its output is written."""
+def _units(seq_lens_ptr, row, rows, shared, window, TILE: tl.constexpr, ROW_COST: tl.constexpr, WINDOW: tl.constexpr):
+    """Of each row, without `shared` tiles; one without keys, a padding row, has a tile: its output is to be written."""
     keys = tl.load(seq_lens_ptr + row, mask=row < rows, other=0)
-    tiles = (keys + TILE - 1) // TILE - first_tile(keys, window, TILE, WINDOW)
+    tiles = (keys + TILE - 1) // TILE - first_tile(keys, window, TILE, WINDOW) - shared
     return tl.where(row < rows, tl.maximum(tiles, 1) + ROW_COST, 0)
 
 
-@triton.jit(do_not_specialize=["seq_lens_ptr", "rows"])
+@triton.jit(do_not_specialize=["seq_lens_ptr", "table_ptr", "rows_ptr", "rows"])
 def _plan_kernel(
     seq_lens_ptr, decodes_ptr, first_ptr, slice_row_ptr, quota_ptr, arrived_ptr, rows, slices, window, kv_heads,
+    table_ptr, rows_ptr, table_stride, shared_ptr, item_first_ptr, items_ptr, slice_item_ptr, shared_quota_ptr,
+    shared_slices,
     TILE: tl.constexpr, ROW_COST: tl.constexpr, MIN_QUOTA: tl.constexpr, WINDOW: tl.constexpr,
-    HEADS_PAD: tl.constexpr, ROWS: tl.constexpr, DECODES: tl.constexpr, PDL: tl.constexpr,
+    HEADS_PAD: tl.constexpr, ROWS: tl.constexpr, DECODES: tl.constexpr,
+    PACK: tl.constexpr, BLOCK_SIZE: tl.constexpr, MIN_BLOCKS: tl.constexpr, MIN_SAVED: tl.constexpr,
+    COLUMNS: tl.constexpr, ITEM_COST: tl.constexpr, MIN_SHARED_QUOTA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Every program adds up all rows, to find the first of its own slice without waiting for another."""
     start_next(PDL)
@@ -96,35 +110,57 @@ def _plan_kernel(
     decodes = rows
     if DECODES:
         decodes = tl.load(decodes_ptr)
+    shared = 0
+    if PACK > 0:
+        # All rows are at once in this case.
+        shared, start, end = find_groups(
+            seq_lens_ptr, table_ptr, rows_ptr, table_stride, decodes,
+            TILE, BLOCK_SIZE, MIN_BLOCKS, MIN_SAVED, ROWS, COLUMNS,
+        )  # fmt: skip
+        plan_items(
+            shared, start, end, shared_ptr, item_first_ptr, items_ptr, slice_item_ptr, shared_quota_ptr,
+            rows, slice, shared_slices, PACK, ITEM_COST, MIN_SHARED_QUOTA, ROWS,
+        )  # fmt: skip
     total = 0
     for at in range(0, rows, ROWS):
         row = at + tl.arange(0, ROWS)
-        total += tl.sum(_units(seq_lens_ptr, row, decodes, window, TILE, ROW_COST, WINDOW))
+        total += tl.sum(_units(seq_lens_ptr, row, decodes, shared, window, TILE, ROW_COST, WINDOW))
     quota = tl.maximum((total + slices - 1) // slices, MIN_QUOTA)
     before = 0
     starting = 0
     for at in range(0, rows, ROWS):
         row = at + tl.arange(0, ROWS)
-        units = _units(seq_lens_ptr, row, decodes, window, TILE, ROW_COST, WINDOW)
+        units = _units(seq_lens_ptr, row, decodes, shared, window, TILE, ROW_COST, WINDOW)
         begin = before + tl.cumsum(units) - units
         starting += tl.sum(((begin <= slice * quota) & (row < decodes)).to(tl.int32))
         before += tl.sum(units)
         if slice == 0:
             tl.store(first_ptr + row, begin, mask=row < rows)
     # Without decode rows the first row, which has no units, stands for them.
-    tl.store(slice_row_ptr + slice, tl.maximum(starting - 1, 0))
+    tl.store(slice_row_ptr + slice, tl.maximum(starting - 1, 0), mask=slice <= slices)
     if slice == 0:
         tl.store(first_ptr + rows, total)
         tl.store(quota_ptr, quota)
     head = tl.arange(0, HEADS_PAD)
-    tl.store(arrived_ptr + slice * kv_heads + head, tl.zeros([HEADS_PAD], tl.int32), mask=head < kv_heads)
+    exists = (head < kv_heads) & (slice <= slices)
+    tl.store(arrived_ptr + slice * kv_heads + head, tl.zeros([HEADS_PAD], tl.int32), mask=exists)
 
 
 def decode_plan(
-    metadata: AttentionMetadata, kv_heads: int, group: int, dim_pad: int, tile: int, window: int | None
+    metadata: AttentionMetadata,
+    kv_heads: int,
+    group: int,
+    dim_pad: int,
+    tile: int,
+    window: int | None,
+    block_size: int = 0,
+    pack: int = 0,
 ) -> DecodePlan:
-    """The step's plan for layers of this shape, made by the first of them."""
-    key = ("triton decode", kv_heads, group, dim_pad, tile, window)
+    """The step's plan for layers of this shape, made by the first of them.
+
+    Up to `pack` rows read blocks that they share together; 0 if none may.
+    """
+    key = ("triton decode", kv_heads, group, dim_pad, tile, window, pack)
     plan = metadata.plans.get(key)
     if plan is not None:
         return plan
@@ -144,13 +180,23 @@ def decode_plan(
         arrived=empty(slices + 1, kv_heads),
         partial=empty(slices, 2, kv_heads, group, dim_pad, dtype=torch.float32),
         stats=empty(slices, 2, kv_heads, 2, group, dtype=torch.float32),
+        shared=empty_shared_plan(rows, kv_heads, group, dim_pad, pack, device) if pack else None,
     )
-    _plan_kernel[(slices + 1,)](
+    shared = plan.shared
+    at_once = _ROWS_AT_ONCE if shared is None else padded_rows(rows)
+    _plan_kernel[(max(slices, 0 if shared is None else shared.slices) + 1,)](
         metadata.seq_lens, metadata.seq_lens if metadata.decodes is None else metadata.decodes,
         plan.first, plan.slice_row, plan.quota, plan.arrived,
         rows, slices, window or 0, kv_heads,
+        metadata.block_table, metadata.rows, metadata.block_table.stride(0),
+        *((plan.first,) * 5 if shared is None else
+          (shared.rows, shared.item_first, shared.items, shared.slice_item, shared.quota)),
+        0 if shared is None else shared.slices,
         TILE=tile, ROW_COST=ROW_COST, MIN_QUOTA=MIN_QUOTA, WINDOW=window is not None,
-        HEADS_PAD=triton.next_power_of_2(kv_heads), ROWS=_ROWS_AT_ONCE,
-        DECODES=metadata.decodes is not None, num_warps=4, **options(metadata.seq_lens),
+        HEADS_PAD=triton.next_power_of_2(kv_heads), ROWS=at_once,
+        DECODES=metadata.decodes is not None, PACK=pack, BLOCK_SIZE=block_size,
+        MIN_BLOCKS=attention_groups.MIN_BLOCKS, MIN_SAVED=attention_groups.MIN_SAVED,
+        COLUMNS=max(attention_groups.COMPARED_AT_ONCE // at_once, 1), ITEM_COST=attention_groups.ITEM_COST,
+        MIN_SHARED_QUOTA=attention_groups.MIN_QUOTA, num_warps=8 if pack else 4, **options(metadata.seq_lens),
     )  # fmt: skip
     return plan

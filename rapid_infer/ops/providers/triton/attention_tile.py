@@ -118,6 +118,34 @@ def attend(
 
 
 @triton.jit
+def add_parts(
+    acc, top, total, partial_ptr, stats_ptr, place, exists, group, GROUP: tl.constexpr, DIM_PAD: tl.constexpr
+):
+    """Take into (acc `[M, DIM_PAD]`, top `[M]`, total `[M]`) the results that lie at those of `place` `[N]` that exist.
+
+    Their query heads are `group` `[M]`; at each place there are GROUP, in `stats` two lines of them.
+    """
+    dim = tl.arange(0, DIM_PAD)
+    exists = exists[:, None] & (group < GROUP)[None, :]
+    # Programs that may have run beside this one wrote these: not to be read through the first level cache.
+    stats = stats_ptr + place[:, None] * (2 * GROUP) + group[None, :]
+    tops = tl.load(stats, mask=exists, other=float("-inf"), cache_modifier=".cg")
+    totals = tl.load(stats + GROUP, mask=exists, other=0.0, cache_modifier=".cg")
+    at = place[:, None] * GROUP + group[None, :]
+    parts = tl.load(
+        partial_ptr + at[:, :, None] * DIM_PAD + dim[None, None, :],
+        mask=exists[:, :, None], other=0.0, cache_modifier=".cg",
+    )  # fmt: skip
+    higher = tl.maximum(top, tl.max(tops, 0))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weight = tl.exp2(tops - base[None, :])
+    shrink = tl.exp2(top - base)
+    total = total * shrink + tl.sum(totals * weight, 0)
+    acc = acc * shrink[:, None] + tl.sum(parts * weight[:, :, None], 0)
+    return acc, higher, total
+
+
+@triton.jit
 def finish(acc, top, total, sinks_ptr, head, exists, SINKS: tl.constexpr):
     """(`[M, DIM_PAD]` attention, `[M]` natural log of the denominator) of `[M]` query heads; zeros without keys."""
     if SINKS:

@@ -1,0 +1,113 @@
+"""The groups and items of the decode plan against a plain model of them, on random block tables."""
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.providers.triton import attention_groups, attention_plan
+from rapid_infer.ops.providers.triton.attention_groups import SharedPlan
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SIZE = 16
+MIN_BLOCKS = 2
+MIN_SAVED = 3
+
+
+def random_step(rows: int, columns: int, decodes: int) -> AttentionMetadata:
+    """Most rows begin as the one before; some tables have holes, and some rows are short."""
+    table = torch.randint(1, 10000, (rows + 2, columns), dtype=torch.int32)
+    order = torch.randperm(rows + 2)[:rows]
+    for before, row in pairwise(order.tolist()):
+        if random.random() < 0.75:
+            n = random.choice([columns, columns // 2, random.randint(0, columns)])
+            table[row, :n] = table[before, :n]
+    if random.random() < 0.2:
+        table[:, random.randrange(columns)] = 0
+    longest = SIZE * columns
+    lengths = [random.randint(0, longest) if random.random() < 0.3 else longest - i % 20 for i in range(rows)]
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    count = torch.tensor([decodes], dtype=torch.int32, device=DEVICE)
+    unused = seq_lens
+    return AttentionMetadata(table.to(DEVICE), order.to(DEVICE), unused, seq_lens, unused, 1, longest, rows, count)
+
+
+def expected_tiles(metadata: AttentionMetadata, per_block: int) -> list[int]:
+    table, lengths = metadata.block_table[metadata.rows].tolist(), metadata.seq_lens.tolist()
+    assert metadata.decodes is not None
+    equal = [0] * len(table)
+    for i in range(1, int(metadata.decodes)):
+        limit = max(min(lengths[i - 1 : i + 1]) - 1, 0) // SIZE
+        same = [a == b != 0 for a, b in zip(table[i - 1][:limit], table[i])]
+        n = [*same, False].index(False)
+        equal[i] = n if n >= MIN_BLOCKS else 0
+    near = [max(a, b) for a, b in zip([0, *equal], [*equal[1:], 0])]
+    equal = [0 if 2 * n < other else n for n, other in zip(equal, near)]
+    starts = [i for i, n in enumerate(equal) if n == 0] + [len(equal)]
+    tiles, saved = [0] * len(equal), 0
+    for first, end in pairwise(starts):
+        if end - first > 1:
+            tiles[first:end] = [min(equal[first + 1 : end]) * per_block] * (end - first)
+            saved += sum(tiles[first + 1 : end])
+    return tiles if saved >= MIN_SAVED else [0] * len(equal)
+
+
+def check_items(plan: SharedPlan, tiles: list[int]) -> None:
+    """Walks through all slices: no place is used twice, and every row has all its tiles, in order."""
+    quota, slice_item, first = int(plan.quota), plan.slice_item.tolist(), plan.item_first.tolist()
+    places: list[int] = []
+    found: dict[int, list[tuple[int, int, int]]] = {}
+    for slice in range(plan.slices):
+        for item in range(slice_item[slice], slice_item[slice + 1] + 1):
+            start = first[item] + attention_groups.ITEM_COST
+            begin, end = max(start, slice * quota) - start, min(first[item + 1], (slice + 1) * quota) - start
+            if begin < end:
+                row, count = plan.items[item].tolist()
+                assert count <= plan.pack
+                for at in range(row, row + count):
+                    places.append(at + slice * plan.pack)
+                    found.setdefault(at, []).append((slice, begin, end))
+    assert len(set(places)) == len(places)
+    assert max(places) < len(plan.partial)
+    assert sorted(found) == [row for row, n in enumerate(tiles) if n]
+    for row, parts in found.items():
+        _, first_slice, slices = plan.rows[row].tolist()
+        assert [slice for slice, _, _ in parts] == list(range(first_slice, first_slice + slices))
+        assert (parts[0][1], parts[-1][2]) == (0, tiles[row])
+        assert all(a[2] == b[1] for a, b in pairwise(parts))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_against_a_plain_model(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)
+    monkeypatch.setattr(attention_groups, "MIN_BLOCKS", MIN_BLOCKS)
+    monkeypatch.setattr(attention_groups, "MIN_SAVED", MIN_SAVED)
+    with_groups = 0
+    for _ in range(12):
+        for name, choices in {
+            "PROGRAMS_PER_MULTIPROCESSOR": (1, 2, 5),
+            "MIN_QUOTA": (1, 3),
+            "ITEM_COST": (0, 1, 2),
+            "COMPARED_AT_ONCE": (32, 128, 4096),
+        }.items():
+            monkeypatch.setattr(attention_groups, name, random.choice(choices))
+        rows, tile, pack = random.choice([2, 3, 9, 17, 31, 32]), random.choice([8, 16]), random.choice([2, 4, 32])
+        metadata = random_step(rows, random.choice([4, 12, 20]), random.choice([rows, rows, rows - 2]))
+        plan = attention_plan.decode_plan(metadata, 1, 1, 16, tile, None, SIZE, pack)
+        assert plan.shared is not None
+        tiles = expected_tiles(metadata, SIZE // tile)
+        assert plan.shared.rows[:, 0].tolist() == tiles
+        assert (int(plan.shared.quota) > 0) == any(tiles)
+        if any(tiles):
+            with_groups += 1
+            check_items(plan.shared, tiles)
+        own = [max(-(-n // tile) - shared, 1) for n, shared in zip(metadata.seq_lens.tolist(), tiles)]
+        assert metadata.decodes is not None
+        decodes = int(metadata.decodes)
+        assert int(plan.first[-1]) == sum(own[:decodes]) + decodes * plan.row_cost
+    assert with_groups > 3
