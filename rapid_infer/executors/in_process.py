@@ -71,12 +71,10 @@ class InProcessExecutor:
         started, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
         self.runner.capture(config.scheduler.max_num_batched_tokens)
         assert self.runner.graphs is not None
-        recorded = self.runner.graphs.recorded
         logger.info(
-            "CUDA graphs: %d forward and %d finish for up to %d rows, recorded in %.1f s, %.2f GiB",
-            recorded["forward"],
-            recorded["finish"],
+            "CUDA graphs: decode steps of up to %d rows in %d sizes, recorded in %.1f s, %.2f GiB; mixed steps as they come",
             self.runner.table.dummy,
+            self.runner.graphs.recorded["decode"],
             time.perf_counter() - started,
             (free - torch.cuda.mem_get_info()[0]) / GIB,
         )

@@ -85,11 +85,16 @@ class GraphRunner:
 
     @property
     def recorded(self) -> dict[str, int]:
-        return {"forward": len(self._forward), "finish": len(self._finish)}
+        kinds = Counter(kind for kind, _ in self._forward)
+        return {DECODE: kinds[DECODE], MIXED: kinds[MIXED], "finish": len(self._finish)}
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Record every decode forward and its greedy finish, largest first: smaller ones fit into the same memory."""
+        """Record every decode forward and its greedy finish, largest first: smaller ones fit into the same memory.
+
+        The largest mixed forward comes before them all, also where it will hardly be used.
+        """
+        self._capture_mixed(self.mailbox.layout.max_tokens)
         for size in reversed(self.sizes):
             self._capture_decode(size)
             self._capture_finish(DECODE, size, GREEDY)

@@ -128,13 +128,13 @@ def test_short_and_long_sequences_in_turn(long, open_long):
     llm = open_long()
     short, much = long.runs((3, 1500), 12, seed=2)
     greedy = SamplingParams(temperature=0, max_tokens=12)
-    recorded = graphs_of(llm).recorded
+    recorded = graphs_of(llm).recorded["decode"]
     # Alone, so all by the graphs of one row; then by those of two.
     for turn in ([short], [much], [short], [much], [much], [short], [short, much], [much, short], [short, short]):
         before = replays(llm)
         assert tokens(llm.generate([run.prompt for run in turn], greedy)) == [run.tokens for run in turn]
         assert replays(llm) - before >= 11
-    assert graphs_of(llm).recorded == recorded
+    assert graphs_of(llm).recorded["decode"] == recorded
 
 
 def test_a_sequence_may_end_exactly_at_the_longest_length(long, open_long):

@@ -14,7 +14,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.providers.triton.attention_pages import attend_pages
-from rapid_infer.ops.providers.triton.attention_prefill_config import PAGE, PrefillConfig, choose, tma_view
+from rapid_infer.ops.providers.triton.attention_prefill_config import (
+    PAGE,
+    PrefillConfig,
+    choose,
+    has_hopper_kernel,
+    tma_view,
+)
 from rapid_infer.ops.providers.triton.attention_prefill_plan import ENTRY, prefill_plan
 from rapid_infer.ops.providers.triton.attention_tile import attend, finish
 from rapid_infer.ops.providers.triton.launch import num_multiprocessors, options, start_next, wait_previous
@@ -140,7 +146,8 @@ def prefill(
         possible = tma_view(k_cache, PAGE) is not None and tma_view(v_cache, PAGE) is not None
         decodes = metadata.num_decodes if metadata.decodes is None else 0
         sms = num_multiprocessors(q.device)
-        config = choose(q.shape[0] - decodes, q.shape[1], dim, q.dtype, possible, sms)
+        hopper = dim == 128 and q.dtype.itemsize == 2 and has_hopper_kernel(q.device)
+        config = choose(q.shape[0] - decodes, q.shape[1], dim, q.dtype, possible, sms, hopper)
     per_tile = max(config.queries // group, 1)
     if config.hopper:
         # Imported where it is used: Gluon is experimental, and of no use elsewhere.

@@ -44,15 +44,33 @@ class PrefillConfig:
     registers: int | None = None
 
 
-def choose(tokens: int, heads: int, dim: int, dtype: torch.dtype, tma: bool, sms: int) -> PrefillConfig:
-    """For `tokens` tokens on a GPU with `sms` multiprocessors; `tma`: whether `tma_view` found keys readable so."""
+def choose(
+    tokens: int, heads: int, dim: int, dtype: torch.dtype, tma: bool, sms: int, hopper: bool = False
+) -> PrefillConfig:
+    """For `tokens` tokens on a GPU with `sms` multiprocessors, as `benchmarks/tune_prefill.py` found on an H200.
+
+    `tma`: whether `tma_view` found keys readable so; `hopper`: whether the kernel for SM 90 can run.
+    """
     if dtype == torch.float32 and not tma:
         return PrefillConfig(FP32_QUERIES, pointer_keys(dim, dtype), warps=8, stages=3)
-    queries = QUERIES if tokens * heads > QUERIES * sms else FEW_QUERIES
+    many = tokens * heads > QUERIES * sms
+    if hopper and tma and many:
+        return PrefillConfig(QUERIES, PAGE, warps=4, stages=2, tma=True, hopper=True)
+    if tma and dim <= 128:
+        return PrefillConfig(FEW_QUERIES, PAGE, warps=4, stages=3 if many else 2, tma=True)
+    queries = QUERIES if many else FEW_QUERIES
     warps = 8 if queries * dim >= 128 * 128 else 4
     if tma:
-        return PrefillConfig(queries, PAGE, warps, stages=3 if dim <= 128 else 2, tma=True)
+        return PrefillConfig(queries, PAGE, warps, stages=2, tma=True)
     return PrefillConfig(queries, pointer_keys(dim, dtype), warps, stages=3)
+
+
+@cache
+def has_hopper_kernel(device: torch.device) -> bool:
+    """Gluon is experimental: its kernel is for the one Triton it was written with."""
+    return (
+        not INTERPRETED and torch.cuda.get_device_capability(device) == (9, 0) and triton.__version__.startswith("3.6.")
+    )
 
 
 def pointer_keys(dim: int, dtype: torch.dtype) -> int:
