@@ -72,9 +72,9 @@ class InProcessExecutor:
         self.runner.capture(config.scheduler.max_num_batched_tokens)
         assert self.runner.graphs is not None
         logger.info(
-            "CUDA graphs: decode steps of up to %d rows in %d sizes, recorded in %.1f s, %.2f GiB; mixed steps as they come",
-            self.runner.table.dummy,
+            "CUDA graphs: %d for decode steps of up to %d rows, recorded in %.1f s, %.2f GiB; mixed steps as they come",
             self.runner.graphs.recorded["decode"],
+            self.runner.table.dummy,
             time.perf_counter() - started,
             (free - torch.cuda.mem_get_info()[0]) / GIB,
         )
