@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any
 
 import torch
@@ -36,9 +36,10 @@ def row_buckets(limit: int) -> list[int]:
 
 
 def token_buckets(limit: int) -> list[int]:
-    """Numbers of tokens, ascending, so that padding adds little to what a step costs."""
-    sizes = chain(range(16, 256, 16), range(256, 1024, 64), range(1024, 4096, 256), range(4096, limit, 512))
-    return [*(size for size in sizes if size < limit), limit]
+    """Numbers of tokens, ascending: few, since each graph takes memory, but padding adds a fifth at most."""
+    sizes = chain((16,), range(32, 256, 32), range(256, 512, 64), range(512, 1024, 128))
+    larger = (size * step // 4 for size in (1 << n for n in range(10, 31)) for step in range(4, 8))
+    return [*takewhile(lambda size: size < limit, chain(sizes, larger)), limit]
 
 
 def _fit(sizes: list[int]) -> list[int]:
@@ -100,6 +101,8 @@ class GraphRunner:
             self._capture_finish(DECODE, size, GREEDY)
         self.mailbox.resync()
         self._started = True
+        # What warming up has left belongs to the recorder's stream: no later step could use it.
+        torch.cuda.empty_cache()
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether graphs can run this step."""
@@ -219,6 +222,8 @@ class GraphRunner:
         self.mailbox.clear_next()
         recorded = self._recorder.record(f"forward of {size} tokens", lambda: self.run_mixed(size), warm_up)
         self._forward[MIXED, size] = recorded
+        if self._started:
+            torch.cuda.empty_cache()
         return recorded
 
     def _capture_finish(

@@ -59,7 +59,7 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.device = device
-        self._ops = ops
+        self.ops = ops
         self.block_size, self.max_model_len = block_size, max_model_len
         self.table = RequestTable(device, max_num_seqs, num_groups, -(-max_model_len // block_size), vocab_size)
         self.graphs: GraphRunner | None = None
@@ -79,7 +79,7 @@ class ModelRunner:
         layout = Letter(rows, updates * groups, max_tokens)
         mailbox = Mailbox(self.device, layout, slots=self._slots, table_shape=self.table.block_tables.shape)
         graphs = GraphRunner(
-            self.model, self.table, mailbox, self._ops, block_size=self.block_size, max_model_len=self.max_model_len
+            self.model, self.table, mailbox, self.ops, block_size=self.block_size, max_model_len=self.max_model_len
         )
         graphs.capture()
         self.graphs = graphs

@@ -24,7 +24,7 @@ SHARING = True
 """For measurements: False makes every row read all its keys."""
 OVERLAP = False
 """Start the decode kernel while this one runs; it then waits only where it needs these results."""
-QUERIES = 128
+QUERIES = 64
 """Query heads of a tile, all its rows together."""
 FEW_QUERIES = 64
 """The same where all rows fit."""
@@ -33,7 +33,7 @@ FP32_QUERIES = 16
 ADDED_AT_ONCE = 4096
 """Elements of results that a program of the decode kernel reads at once."""
 QUERIES_PER_WARP = 16
-STAGES = 3
+STAGES = 2
 
 
 def rows_per_item(q: Tensor, metadata: AttentionMetadata, window: int | None, constants: dict[str, int]) -> int:
