@@ -15,11 +15,12 @@ from rapid_infer.ops.paged_attention import make_metadata
 from rapid_infer.ops.providers.triton import (
     attention_groups,
     attention_plan,
-    attention_prefill,
+    attention_prefill_config,
     attention_shared,
     attention_tile,
 )
 from rapid_infer.ops.providers.triton.attention import paged_attention
+from rapid_infer.ops.providers.triton.attention_plan import DecodePlan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REFERENCE = OPS["paged_attention"].reference
@@ -38,7 +39,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     random.seed(0)
     monkeypatch.setattr(attention_tile, "MAX_TILE", 16)
-    monkeypatch.setattr(attention_prefill, "FP32_QUERIES", 16)
+    monkeypatch.setattr(attention_prefill_config, "FP32_QUERIES", 16)
     for name, value in {
         "MIN_BLOCKS": 2,
         "MIN_SAVED": 2,
@@ -90,7 +91,7 @@ def check(case: dict[str, Any], **options: Any) -> None:
 
 def shared(case: dict[str, Any]) -> list[int]:
     """Blocks that each row shares, after a call."""
-    (plan,) = case["metadata"].plans.values()
+    [plan] = (plan for plan in case["metadata"].plans.values() if isinstance(plan, DecodePlan))
     tiles: Tensor = plan.shared.rows[:, 0]
     return (tiles * 16 // case["k_cache"].shape[1]).tolist()
 
@@ -151,7 +152,7 @@ def test_shapes(heads: int, kv_heads: int, dim: int, size: int) -> None:
     n = 3 * size + 5
     case = make_case([n, n + 9, n - 1, n + size], [(0, 4, 3)], None, heads, kv_heads, dim, size)
     check(case)
-    (plan,) = case["metadata"].plans.values()
+    [plan] = (plan for plan in case["metadata"].plans.values() if isinstance(plan, DecodePlan))
     assert (plan.shared is None) == (size % 16 > 0 or heads // kv_heads > 8)
 
 
@@ -253,7 +254,7 @@ def test_no_bit_changes_where_nothing_is_shared(
     monkeypatch.setattr(attention_shared, "SHARING", False)
     case["metadata"].plans.clear()
     assert all(torch.equal(a, b) for a, b in zip(with_sharing, paged_attention(**case)))
-    (plan,) = case["metadata"].plans.values()
+    [plan] = (plan for plan in case["metadata"].plans.values() if isinstance(plan, DecodePlan))
     assert plan.shared is None
 
 
