@@ -18,7 +18,7 @@ from rapid_infer.registry import ModelRegistry
 
 ROOT = Path(__file__).resolve().parent.parent
 PART = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-OUR_PLUGINS = ("rapid-infer-llama", "rapid-infer-qwen3")
+OUR_PLUGINS = ("rapid-infer-deepseek-v2", "rapid-infer-llama", "rapid-infer-qwen3")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -143,7 +143,7 @@ class GraphRunner:
             )
             for group, block_table in enumerate(table.block_tables)
         ]
-        return self.model(ForwardBatch(ids, positions, attention)), lengths
+        return self.model(ForwardBatch(ids, positions, attention, live=lengths)), lengths
 
     def _capture_forward(self, size: int) -> None:
         graph, (hidden, lengths) = self._record(f"forward of {size} rows", lambda: self.run_forward(size))
