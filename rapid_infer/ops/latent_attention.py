@@ -14,9 +14,16 @@ from rapid_infer.ops.registry import Case, op
 
 
 def _inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
-    batches = (([1], [1]), ([7, 64, 33], [1, 1, 1]), ([5, 40, 9, 23], [1, 1, 9, 4]), ([130], [130]), ([130], [37]))
-    for seq_lens, query_lens in batches:
-        for heads, rank, rope, size in ((4, 16, 8, 4), (16, 64, 16, 16), (70, 24, 8, 16)):
+    small, wide, many = (4, 16, 8, 4), (16, 64, 16, 16), (70, 24, 8, 16)
+    cases = (
+        ([1], [1], (small, wide, many)),
+        ([7, 64, 33], [1, 1, 1], (small, wide, many)),
+        ([5, 40, 9, 23], [1, 1, 9, 4], (small, wide, many)),
+        ([70], [70], (small,)),
+        ([130], [37], (small, wide)),
+    )
+    for seq_lens, query_lens, shapes in cases:
+        for heads, rank, rope, size in shapes:
             metadata, blocks = make_metadata(seq_lens, query_lens, size, device)
             cache = torch.randn(blocks, size, rank + rope, device=device).to(dtype)
             q = torch.randn(sum(query_lens), heads, rank + rope, device=device).to(dtype)
