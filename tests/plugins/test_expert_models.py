@@ -109,6 +109,16 @@ def test_reference_operators_give_the_same(name, tiny, open_llm):
     assert all(counts[f"{op}=torch"] > 0 for op in ops)
 
 
+@pytest.mark.parametrize("name", ["v2", "v3", "qwen3-moe"])
+def test_triton_operators_give_the_same(name, tiny, open_llm):
+    pytest.importorskip("triton")
+    model = tiny(MODELS[name][0], MODELS[name][1])
+    ops = ["latent_kv_write", "latent_attention", "route_experts", "fused_experts"]
+    llm = open_llm(model, op_priority={op: ["triton"] for op in ops}, max_num_batched_tokens=16)
+    assert_exact(llm, model.oracle.clear_runs((3, 20), 3))
+    assert llm.engine.executor.built.ops.counts()["fused_experts=triton"] > 0
+
+
 def test_another_grouped_product_gives_the_same(tiny, open_llm):
     model = tiny(*MODELS["v3"])
     llm = open_llm(model, op_priority={"fused_experts": ["grouped_mm"]})

@@ -38,13 +38,13 @@ def _kernel(
         entry = cache_ptr + tl.load(slots_ptr + token) * slot_stride
         weight = tl.load(weight_ptr + index, mask=inside, other=0.0).to(tl.float32)
         latent = tl.load(kv + index, mask=inside, other=0.0).to(tl.float32)
-        a = tl.load(kv + RANK + a_at, mask=in_pair, other=0.0).to(tl.float32)
-        b = tl.load(kv + RANK + b_at, mask=in_pair, other=0.0).to(tl.float32)
+        key_a = tl.load(kv + RANK + a_at, mask=in_pair, other=0.0).to(tl.float32)
+        key_b = tl.load(kv + RANK + b_at, mask=in_pair, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(latent * latent) / RANK + eps)
         cached = cache_ptr.dtype.element_ty
         tl.store(entry + index, (latent * scale * weight).to(cached), mask=inside)
-        tl.store(entry + RANK + a_at, (a * cos - b * sin).to(cached), mask=in_pair)
-        tl.store(entry + RANK + b_at, (b * cos + a * sin).to(cached), mask=in_pair)
+        tl.store(entry + RANK + a_at, (key_a * cos - key_b * sin).to(cached), mask=in_pair)
+        tl.store(entry + RANK + b_at, (key_b * cos + key_a * sin).to(cached), mask=in_pair)
     else:
         head = (part - 1) * HEADS + tl.arange(0, HEADS)
         real = (head < heads)[:, None] & in_pair[None, :]
