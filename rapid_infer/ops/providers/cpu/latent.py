@@ -1,9 +1,13 @@
-"""Attention over cached latents: one gathered key matrix for all heads, products of few calls."""
+"""Attention over cached latents: one gathered key matrix for all heads, two products and a softmax.
+
+torch's own attention has no fast path on a CPU where keys and values differ in size.
+"""
 
 from __future__ import annotations
 
+import math
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
@@ -20,23 +24,29 @@ def latent_attention(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scal
     flat = cache.view(-1, width)
     out = torch.empty(*q.shape[:2], rank, dtype=q.dtype)
     for part in plan.decode:
-        rows = len(part.rows)
         keys = flat[part.run] if part.run is not None else flat.index_select(0, part.slots)
-        keys = keys.view(rows, 1, -1, width)
-        attended = F.scaled_dot_product_attention(
-            q[part.rows].unsqueeze(1), keys, keys[..., :rank], attn_mask=part.hidden, scale=scale
-        )
-        out[part.rows] = attended.squeeze(1)
+        keys = keys.view(len(part.rows), -1, width)
+        scores = _scores(q[part.rows], keys, scale)
+        if part.hidden is not None:
+            scores += part.hidden[:, 0]
+        out[part.rows] = _values(scores, keys, rank)
     for chunk in plan.chunks:
-        keys = flat.index_select(0, chunk.slots)
-        queries = q[chunk.start : chunk.stop]
+        keys = flat.index_select(0, chunk.slots).unsqueeze(0)
+        tokens = chunk.stop - chunk.start
+        scores = _scores(q[chunk.start : chunk.stop].reshape(1, -1, width), keys, scale)
         visible = chunk.visible
         if visible is None:
-            visible = torch.ones(len(queries), len(keys), dtype=torch.bool).tril_()
+            visible = torch.ones(tokens, tokens, dtype=torch.bool).tril_()
         # Every head of a token sees what the token sees.
-        visible = visible.repeat_interleave(heads, dim=0)
-        attended = F.scaled_dot_product_attention(
-            queries.reshape(1, -1, width), keys.unsqueeze(0), keys[None, :, :rank], attn_mask=visible, scale=scale
-        )
-        out[chunk.start : chunk.stop] = attended.view(len(queries), heads, rank)
+        scores.view(tokens, heads, -1).masked_fill_(~visible.unsqueeze(1), -math.inf)
+        out[chunk.start : chunk.stop] = _values(scores, keys, rank).view(tokens, heads, rank)
     return out
+
+
+def _scores(q: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """`[rows, queries, keys]` fp32."""
+    return torch.bmm(q, keys.transpose(1, 2)).float().mul_(scale)
+
+
+def _values(scores: Tensor, keys: Tensor, rank: int) -> Tensor:
+    return torch.bmm(scores.softmax(-1).to(keys.dtype), keys[..., :rank])
