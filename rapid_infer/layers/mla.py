@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rapid_infer.cache.spec import LatentKV
@@ -19,6 +20,7 @@ from rapid_infer.layers.module import LayerModule
 from rapid_infer.layers.norm import RMSNorm
 from rapid_infer.layers.parameter import Part, Placement
 from rapid_infer.layers.rope import RopeConfig, rope_table
+from rapid_infer.ops.attention_metadata import AttentionMetadata
 
 LATENT_EPS = 1e-6
 """Of the norms of both latents, whatever `rms_norm_eps` says: the published models were trained so."""
@@ -69,6 +71,10 @@ class LatentUpProjection(LayerModule):
         source = slice(self.start * rows, (self.start + self.heads) * rows)
         return Placement(self.weight, (heads * rows, rank), (source,), (slice(None),))
 
+    def forward(self, latent: Tensor) -> Tensor:
+        """`[tokens, rank]` -> keys and values `[tokens, heads, nope + v]`."""
+        return F.linear(latent, self.weight).unflatten(1, (self.heads, -1))
+
     def finalize_weights(self) -> None:
         by_head = self.weight.data.view(self.heads, *self.shape[1:])
         self.key, self.value = by_head[:, : self.nope], by_head[:, self.nope :].transpose(1, 2)
@@ -110,7 +116,9 @@ class LatentAttention(CachedModule):
         self.cache_spec = LatentKV(rank, rope, str(ctx.dtype).removeprefix("torch."))
         self.cache = torch.empty(0)
         self._write = ctx.op("latent_kv_write", rank=rank, rope_dim=rope)
-        self._attend = ctx.op("latent_attention", rank=rank, rope_dim=rope, block_size=ctx.block_size)
+        facts = {"rank": rank, "rope_dim": rope, "block_size": ctx.block_size}
+        self._decode, self._context = ctx.op("latent_decode", **facts), ctx.op("latent_context", **facts)
+        self._prefill = ctx.op("latent_prefill", nope_dim=nope, rope_dim=rope, v_dim=config.v_head_dim)
 
     def bind_cache(self, group: int, cache: Tensor) -> None:
         self.cache_group, self.cache = group, cache
@@ -123,14 +131,39 @@ class LatentAttention(CachedModule):
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
             q = self.q_b_proj(self.q_a_layernorm(q))
         q = q.unflatten(1, (self.num_heads, config.qk_nope_head_dim + rope))
+        q_nope = q[..., : config.qk_nope_head_dim]
         query = x.new_empty(tokens, self.num_heads, rank + rope)
-        _per_head(q[..., : config.qk_nope_head_dim], self.kv_b_proj.key, query[..., :rank])
         weight, rotated = self.kv_a_layernorm.weight, config.rope.interleaved
         self._write(q, kv, batch.positions, self.table, metadata, self.cache, weight, LATENT_EPS, rotated, query)
-        latent = self._attend(query, self.cache, metadata, self.scale, rank)
         heads = x.new_empty(tokens, self.num_heads, config.v_head_dim)
-        _per_head(latent, self.kv_b_proj.value, heads)
+        alone = metadata.num_decodes
+        if alone:
+            self._absorb(q_nope[:alone], query[:alone])
+            latent = self._decode(query[:alone], self.cache, metadata, self.scale, rank)
+            _per_head(latent, self.kv_b_proj.value, heads[:alone])
+        if alone < tokens:
+            heads[alone:] = self._together(q_nope[alone:], query[alone:], metadata)
         return self.o_proj(heads.flatten(1))
+
+    def _absorb(self, q_nope: Tensor, query: Tensor) -> None:
+        """Fill in queries' latent parts."""
+        _per_head(q_nope, self.kv_b_proj.key, query[..., : self.config.kv_lora_rank])
+
+    def _together(self, q_nope: Tensor, query: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """`[tokens, heads, v]` of tokens in rows with several: earlier tokens absorbed, this step's materialised.
+
+        Their keys and values are made once and used by many, which saves two thirds of the arithmetic.
+        """
+        config, rank = self.config, self.config.kv_lora_rank
+        context = lse = None
+        if metadata.max_context_len != 0:
+            self._absorb(q_nope, query)
+            latent, lse = self._context(query, self.cache, metadata, self.scale, rank)
+            context = query.new_empty(*query.shape[:2], config.v_head_dim)
+            _per_head(latent, self.kv_b_proj.value, context)
+        entries = self.cache.view(-1, self.cache.shape[-1]).index_select(0, metadata.slots[metadata.num_decodes :])
+        kv = self.kv_b_proj(entries[:, :rank])
+        return self._prefill(q_nope, query[..., rank:], kv, entries[:, rank:], metadata, self.scale, context, lse)
 
 
 def _per_head(x: Tensor, matrices: Tensor, out: Tensor) -> None:

@@ -7,8 +7,9 @@ from rapid_infer.ops.decode_step import commit_tokens, decode_inputs
 from rapid_infer.ops.embedding import embedding
 from rapid_infer.ops.fused_experts import fused_experts
 from rapid_infer.ops.gumbel_argmax import gumbel_argmax
-from rapid_infer.ops.latent_attention import latent_attention
+from rapid_infer.ops.latent_attention import latent_context, latent_decode
 from rapid_infer.ops.latent_kv_write import latent_kv_write
+from rapid_infer.ops.latent_prefill import latent_prefill
 from rapid_infer.ops.linear import linear
 from rapid_infer.ops.linear_silu_and_mul import linear_silu_and_mul
 from rapid_infer.ops.lm_head import lm_head, lm_head_argmax
@@ -33,8 +34,10 @@ __all__ = [
     "fused_add_rms_norm",
     "fused_experts",
     "gumbel_argmax",
-    "latent_attention",
+    "latent_context",
+    "latent_decode",
     "latent_kv_write",
+    "latent_prefill",
     "linear",
     "linear_silu_and_mul",
     "lm_head",

@@ -102,8 +102,8 @@ def test_same_tokens_and_logits_as_transformers(name, tiny, open_llm):
 @pytest.mark.parametrize("name", ["v2", "v3"])
 def test_reference_operators_give_the_same(name, tiny, open_llm):
     model = tiny(MODELS[name][0], MODELS[name][1])
-    ops = ["latent_kv_write", "latent_attention", "route_experts", "fused_experts", "router_logits"]
-    llm = open_llm(model, op_priority={op: ["torch"] for op in ops})
+    ops = ["latent_kv_write", "latent_decode", "latent_context", "latent_prefill", "route_experts", "fused_experts"]
+    llm = open_llm(model, op_priority={op: ["torch"] for op in ops}, max_num_batched_tokens=16)
     assert_exact(llm, model.oracle.clear_runs(LENGTHS, MAX_TOKENS))
     counts = llm.engine.executor.built.ops.counts()
     assert all(counts[f"{op}=torch"] > 0 for op in ops)
@@ -113,7 +113,7 @@ def test_reference_operators_give_the_same(name, tiny, open_llm):
 def test_triton_operators_give_the_same(name, tiny, open_llm):
     pytest.importorskip("triton")
     model = tiny(MODELS[name][0], MODELS[name][1])
-    ops = ["latent_kv_write", "latent_attention", "route_experts", "fused_experts"]
+    ops = ["latent_kv_write", "latent_decode", "latent_context", "latent_prefill", "route_experts", "fused_experts"]
     llm = open_llm(model, op_priority={op: ["triton"] for op in ops}, max_num_batched_tokens=16)
     assert_exact(llm, model.oracle.clear_runs((3, 20), 3))
     assert llm.engine.executor.built.ops.counts()["fused_experts=triton"] > 0

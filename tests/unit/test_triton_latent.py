@@ -12,14 +12,18 @@ pytest.importorskip("triton")
 
 from rapid_infer.ops import OPS
 from rapid_infer.ops.paged_attention import make_metadata
-from rapid_infer.ops.providers.triton import attention_plan, latent_prefill
-from rapid_infer.ops.providers.triton.latent_attention import latent_attention
+from rapid_infer.ops.providers.triton import attention_plan
+from rapid_infer.ops.providers.triton import latent_context as context_module
+from rapid_infer.ops.providers.triton import latent_prefill as prefill_module
+from rapid_infer.ops.providers.triton.latent_context import latent_context
+from rapid_infer.ops.providers.triton.latent_decode import latent_decode
 from rapid_infer.ops.providers.triton.latent_kv_write import latent_kv_write
+from rapid_infer.ops.providers.triton.latent_prefill import latent_prefill
 from rapid_infer.ops.providers.triton.latent_tile import latent_shape
 from rapid_infer.ops.rope_kv_write import slots_only
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-REFERENCE = OPS["latent_attention"].reference
+CLOSE = {"atol": 2e-5, "rtol": 2e-5}
 
 
 @pytest.fixture(autouse=True)
@@ -28,61 +32,100 @@ def seed() -> None:
 
 
 def make_case(seq_lens: list[int], query_lens: list[int], heads: int = 6, rank: int = 32, size: int = 16) -> Any:
-    """Arguments for the op, with NaN wherever the cache holds no key of a row; the cache is a layer of several."""
+    """Arguments for decode or, with query lengths above one, context; NaN wherever the cache holds no key of a row.
+
+    The cache is a layer of several.
+    """
     metadata, blocks = make_metadata(seq_lens, query_lens, size, DEVICE)
     cache = torch.full((3, blocks, size, rank + 8), math.nan, device=DEVICE)[1]
     for row, n in enumerate(seq_lens):
         key = torch.arange(n, device=DEVICE)
         cache[metadata.block_table[row, key // size].long(), key % size] = torch.randn(n, rank + 8, device=DEVICE)
-    q = torch.randn(sum(query_lens), heads, rank + 8, device=DEVICE)
+    alone, tokens = query_lens.count(1), sum(query_lens)
+    q = torch.randn(tokens - alone if tokens > alone else alone, heads, rank + 8, device=DEVICE)
     return {"q": q, "cache": cache, "metadata": metadata, "scale": 0.2, "rank": rank}
 
 
-@pytest.mark.parametrize(
-    ("seq_lens", "query_lens"),
-    [
-        ([300, 1, 16, 17], [1, 1, 1, 1]),
-        ([90, 90], [1, 1]),
-        ([40, 3, 50, 33], [1, 3, 18, 33]),
-        ([64, 31, 96], [32, 31, 64]),
-    ],
-)
+def check_decode(case: Any) -> None:
+    torch.testing.assert_close(latent_decode(**case), OPS["latent_decode"].reference(**case), **CLOSE)
+
+
+def check_context(case: Any) -> None:
+    torch.testing.assert_close(latent_context(**case), OPS["latent_context"].reference(**case), **CLOSE)
+
+
 @pytest.mark.parametrize("size", [8, 16, 64])
-def test_lengths_chunks_and_block_sizes(seq_lens: list[int], query_lens: list[int], size: int) -> None:
-    case = make_case(seq_lens, query_lens, size=size)
-    torch.testing.assert_close(latent_attention(**case), REFERENCE(**case), atol=2e-5, rtol=2e-5)
+@pytest.mark.parametrize("seq_lens", [[300, 1, 16, 17], [90, 90]])
+def test_decode_lengths_and_block_sizes(seq_lens: list[int], size: int) -> None:
+    check_decode(make_case(seq_lens, [1] * len(seq_lens), size=size))
+
+
+@pytest.mark.parametrize("size", [8, 16, 64])
+@pytest.mark.parametrize(
+    ("seq_lens", "query_lens"), [([40, 3, 50, 33], [1, 3, 18, 33]), ([64, 31, 96], [32, 31, 64]), ([17], [2])]
+)
+def test_context_lengths_and_block_sizes(seq_lens: list[int], query_lens: list[int], size: int) -> None:
+    check_context(make_case(seq_lens, query_lens, size=size))
 
 
 @pytest.mark.parametrize("programs", [1, 3, 20])
 def test_rows_spread_over_slices(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_plan, "PROGRAMS_PER_MULTIPROCESSOR", programs)
-    case = make_case([200, 5, 90], [1, 1, 1], heads=20)
-    torch.testing.assert_close(latent_attention(**case), REFERENCE(**case), atol=2e-5, rtol=2e-5)
+    check_decode(make_case([200, 5, 90], [1, 1, 1], heads=20))
 
 
 @pytest.mark.parametrize("queries", [1, 4, 64])
-def test_tiles_of_tokens(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_of_tokens_before_a_context(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer than the heads of one token, some tokens, and more than a row has."""
-    monkeypatch.setattr(latent_prefill, "FP32_QUERIES", queries)
-    case = make_case([40, 7], [9, 7], heads=4)
-    torch.testing.assert_close(latent_attention(**case), REFERENCE(**case), atol=2e-5, rtol=2e-5)
+    monkeypatch.setattr(context_module, "FP32_QUERIES", queries)
+    check_context(make_case([40, 7], [9, 7], heads=4))
 
 
 def test_padding_rows_get_zeros() -> None:
     case = make_case([9, 1, 20], [1, 1, 1])
     case["metadata"].seq_lens[1] = 0
-    got = latent_attention(**case)
+    got = latent_decode(**case)
     assert not got[1].any()
     case["metadata"].seq_lens[1] = 1
-    torch.testing.assert_close(got[[0, 2]], REFERENCE(**case)[[0, 2]], atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(got[[0, 2]], OPS["latent_decode"].reference(**case)[[0, 2]], **CLOSE)
 
 
 def test_layers_of_a_step_share_the_plan_and_give_the_same_bits() -> None:
     case = make_case([120, 33], [1, 1])
-    first = latent_attention(**case)
+    first = latent_decode(**case)
     assert len(case["metadata"].plans) == 1
-    assert torch.equal(latent_attention(**case), first)
+    assert torch.equal(latent_decode(**case), first)
     assert len(case["metadata"].plans) == 1
+
+
+@pytest.mark.parametrize(("queries", "tile"), [(16, 16), (32, 16), (16, 32)])
+@pytest.mark.parametrize("with_context", [False, True])
+def test_tiles_of_a_steps_own_tokens(
+    queries: int, tile: int, with_context: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores far apart, so that parts of very different weight are put together; queries are slices of wider rows."""
+    monkeypatch.setattr(prefill_module, "FP32_QUERIES", queries)
+    monkeypatch.setattr(prefill_module, "FP32_TILE", tile)
+    query_lens = [1, 40, 2, 17]
+    metadata, _ = make_metadata([n + 1 for n in query_lens], query_lens, 4, DEVICE)
+    tokens, heads = 59, 3
+    wide, entries = torch.randn(tokens, heads, 40, device=DEVICE), torch.randn(tokens, 24, device=DEVICE)
+    lse = 8 * torch.randn(tokens, heads, device=DEVICE)
+    lse[:41] = -math.inf
+    context = torch.randn(tokens, heads, 16, device=DEVICE)
+    arguments: dict[str, Any] = {
+        "q_nope": wide[..., 3:19],
+        "q_rope": wide[..., 32:],
+        "kv": torch.randn(tokens, heads, 32, device=DEVICE),
+        "key": entries[:, 16:],
+        "metadata": metadata,
+        "scale": 1.5,
+        "context": context if with_context else None,
+        "context_lse": lse if with_context else None,
+    }
+    torch.testing.assert_close(
+        latent_prefill(**arguments), OPS["latent_prefill"].reference(**arguments), atol=1e-4, rtol=1e-4
+    )
 
 
 def test_heads_are_cut_into_equal_blocks() -> None:

@@ -5,8 +5,6 @@ torch's own attention has no fast path on a CPU where keys and values differ in 
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -16,37 +14,17 @@ from rapid_infer.ops.providers.cpu.facts import not_on_cpu
 from rapid_infer.ops.registry import register
 
 
-@register("latent_attention", "cpu", priority=10, supports=not_on_cpu)
-def latent_attention(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, rank: int) -> Tensor:
-    """Decode rows of like length together, longer queries one row at a time; a token's heads stand side by side."""
+@register("latent_decode", "cpu", priority=10, supports=not_on_cpu)
+def latent_decode(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, rank: int) -> Tensor:
+    """Rows of like length together."""
     plan = attention_plan(metadata, cache.shape[1], q.dtype)
-    heads, width = q.shape[1:]
-    flat = cache.view(-1, width)
+    flat = cache.view(-1, q.shape[-1])
     out = torch.empty(*q.shape[:2], rank, dtype=q.dtype)
     for part in plan.decode:
         keys = flat[part.run] if part.run is not None else flat.index_select(0, part.slots)
-        keys = keys.view(len(part.rows), -1, width)
-        scores = _scores(q[part.rows], keys, scale)
+        keys = keys.view(len(part.rows), -1, q.shape[-1])
+        scores = torch.bmm(q[part.rows], keys.transpose(1, 2)).float().mul_(scale)
         if part.hidden is not None:
             scores += part.hidden[:, 0]
-        out[part.rows] = _values(scores, keys, rank)
-    for chunk in plan.chunks:
-        keys = flat.index_select(0, chunk.slots).unsqueeze(0)
-        tokens = chunk.stop - chunk.start
-        scores = _scores(q[chunk.start : chunk.stop].reshape(1, -1, width), keys, scale)
-        visible = chunk.visible
-        if visible is None:
-            visible = torch.ones(tokens, tokens, dtype=torch.bool).tril_()
-        # Every head of a token sees what the token sees.
-        scores.view(tokens, heads, -1).masked_fill_(~visible.unsqueeze(1), -math.inf)
-        out[chunk.start : chunk.stop] = _values(scores, keys, rank).view(tokens, heads, rank)
+        out[part.rows] = torch.bmm(scores.softmax(-1).to(q.dtype), keys[..., :rank])
     return out
-
-
-def _scores(q: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """`[rows, queries, keys]` fp32."""
-    return torch.bmm(q, keys.transpose(1, 2)).float().mul_(scale)
-
-
-def _values(scores: Tensor, keys: Tensor, rank: int) -> Tensor:
-    return torch.bmm(scores.softmax(-1).to(keys.dtype), keys[..., :rank])

@@ -13,7 +13,7 @@ from torch import Tensor
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.providers.triton.attention_decode import COMBINED_AT_ONCE, combine, write_row
 from rapid_infer.ops.providers.triton.attention_plan import decode_plan, row_part
-from rapid_infer.ops.providers.triton.latent_tile import attend_latent, latent_shape, load_query
+from rapid_infer.ops.providers.triton.latent_tile import attend_latent, check_strides, latent_shape, load_query
 from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
 
 MOST_HEADS = 64
@@ -83,8 +83,12 @@ def _decode_kernel(
                     )  # fmt: skip
 
 
-def decode(q: Tensor, cache: Tensor, out: Tensor, metadata: AttentionMetadata, scale: float, rank: int) -> None:
-    """Write `out` for the first `num_decodes` tokens; arguments as the op's."""
+def latent_decode(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, rank: int) -> Tensor:
+    """Reads no tensor on the host, so it can be captured in a CUDA graph; a token without keys gets zeros."""
+    q = check_strides(q, cache)
+    out = torch.empty(*q.shape[:2], rank, dtype=q.dtype, device=q.device)
+    if not len(q):
+        return out
     shape = latent_shape(q, cache, scale, rank, FP32_HEADS if q.dtype == torch.float32 else MOST_HEADS)
     group_pad, rank_pad = triton.next_power_of_2(shape.group), shape.constants["RANK_PAD"]
     plan = decode_plan(metadata, shape.head_blocks, shape.group, rank_pad, shape.constants["TILE"], None)
@@ -96,3 +100,4 @@ def decode(q: Tensor, cache: Tensor, out: Tensor, metadata: AttentionMetadata, s
         COUNT=max(COMBINED_AT_ONCE // (group_pad * rank_pad), 1),
         num_warps=4 if group_pad <= 16 else 8, num_stages=STAGES, **shape.constants, **options(q),
     )  # fmt: skip
+    return out

@@ -1,6 +1,11 @@
-"""Latent attention of rows with several tokens: a program per tile of a row's tokens and block of heads."""
+"""Latent attention among a step's tokens: a program per head and tile of a row's tokens.
+
+The softmax starts from what attention to earlier tokens gave, so the two parts need no kernel to be put together.
+"""
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -8,87 +13,148 @@ import triton.language as tl
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
-from rapid_infer.ops.providers.triton.attention_tile import finish
-from rapid_infer.ops.providers.triton.latent_tile import attend_latent, latent_shape, load_query
-from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
+from rapid_infer.ops.providers.triton.attention_tile import matmul, score_scales
+from rapid_infer.ops.providers.triton.launch import num_multiprocessors, options, start_next, wait_previous
 
-QUERIES = 64
-"""Query heads of a tile, all its tokens together: their results stay in registers."""
-FP32_QUERIES = 16
-WARPS = 8
-STAGES = 2
+QUERIES = 128
+"""Tokens of a tile."""
+FEW_QUERIES = 64
+"""The same where larger tiles would leave multiprocessors without work."""
+TILE = 64
+"""Keys."""
+FP32_QUERIES = FP32_TILE = 16
+STAGES = 3
 _ROWS_AT_ONCE = 128
+_LOG2E = tl.constexpr(math.log2(math.e))
 
 
-@triton.jit(do_not_specialize=["table_ptr", "rows_ptr", "seq_lens_ptr", "start_ptr", "decodes", "rows"])
+@triton.jit
+def _attend(
+    acc, top, total, q_nope, q_rope, position, kv_ptr, key_ptr, begin, end, kv_stride, key_stride, scale,
+    NOPE: tl.constexpr, NOPE_PAD: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr,
+    V: tl.constexpr, V_PAD: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Take the row's tokens `begin .. end` in; without MASKED they are whole tiles that every query sees."""
+    nope, rope, v_at = tl.arange(0, NOPE_PAD), tl.arange(0, ROPE_PAD), tl.arange(0, V_PAD)
+    for first in range(begin, end, TILE):
+        token = first + tl.arange(0, TILE)
+        kv, shared = kv_ptr + token[:, None] * kv_stride, key_ptr + token[:, None] * key_stride
+        if MASKED or NOPE < NOPE_PAD or ROPE < ROPE_PAD or V < V_PAD:
+            inside = (token < end)[:, None]
+            k_nope = tl.load(kv + nope[None, :], mask=inside & (nope < NOPE)[None, :], other=0.0)
+            k_rope = tl.load(shared + rope[None, :], mask=inside & (rope < ROPE)[None, :], other=0.0)
+            v = tl.load(kv + NOPE + v_at[None, :], mask=inside & (v_at < V)[None, :], other=0.0)
+        else:
+            k_nope = tl.load(kv + nope[None, :])
+            k_rope = tl.load(shared + rope[None, :])
+            v = tl.load(kv + NOPE + v_at[None, :])
+        score = matmul(q_nope, tl.trans(k_nope), tl.zeros([q_nope.shape[0], TILE], tl.float32))
+        score = matmul(q_rope, tl.trans(k_rope), score) * scale
+        if MASKED:
+            score = tl.where(token[None, :] <= position[:, None], score, float("-inf"))
+        # Token 0 is in the first tile and seen by all, so from there on a highest score exists.
+        higher = tl.maximum(top, tl.max(score, 1))
+        weight = tl.exp2(score - higher[:, None])
+        shrink = tl.exp2(top - higher)
+        total = total * shrink + tl.sum(weight, 1)
+        acc = matmul(weight.to(v.dtype), v, acc * shrink[:, None])
+        top = higher
+    return acc, top, total
+
+
+@triton.jit(do_not_specialize=["start_ptr", "decodes", "rows"])
 def _prefill_kernel(
-    q_ptr, cache_ptr, out_ptr, table_ptr, rows_ptr, seq_lens_ptr, start_ptr, decodes, rows,
-    q_stride, q_head_stride, table_stride, block_stride, token_stride, scale,
-    HEAD_BLOCKS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, M: tl.constexpr,
-    RANK: tl.constexpr, RANK_PAD: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr,
-    TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    q_nope_ptr, q_rope_ptr, kv_ptr, key_ptr, context_ptr, context_lse_ptr, out_ptr, start_ptr, decodes, rows,
+    nope_stride, nope_head_stride, rope_stride, rope_head_stride, kv_stride, kv_head_stride, key_stride, scale,
+    HEADS: tl.constexpr, M: tl.constexpr, NOPE: tl.constexpr, NOPE_PAD: tl.constexpr,
+    ROPE: tl.constexpr, ROPE_PAD: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr,
+    TILE: tl.constexpr, ROWS: tl.constexpr, CONTEXT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start_next(PDL)
-    block = tl.program_id(0)
+    head = tl.program_id(0)
     # Late tiles of a row have the most keys and start first.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     wait_previous(PDL)
-    # Row i's tiles start at its first token / TOKENS + i: never fewer than it needs, and at most one more.
+    # Row i's tiles start at its first token / M + i: never fewer than it needs, and at most one more.
     start_ptr += decodes
     starting = 0
     for at in range(0, rows, ROWS):
         nth = at + tl.arange(0, ROWS)
         start = tl.load(start_ptr + nth, mask=nth < rows, other=0) - decodes
-        starting += tl.sum(((start // TOKENS + nth <= tile) & (nth < rows)).to(tl.int32))
+        starting += tl.sum(((start // M + nth <= tile) & (nth < rows)).to(tl.int32))
     row = starting - 1
-    start = tl.load(start_ptr + row)
-    queries = tl.load(start_ptr + row + 1) - start
-    before = (tile - (start - decodes) // TOKENS - row) * TOKENS
+    start = tl.load(start_ptr + row) - decodes
+    queries = tl.load(start_ptr + row + 1) - decodes - start
+    before = (tile - start // M - row) * M
     if before >= queries:
         return
-    keys = tl.load(seq_lens_ptr + decodes + row)
-    table = table_ptr + tl.load(rows_ptr + decodes + row) * table_stride
-    nth = tl.arange(0, M)
-    token = before + nth // GROUP
-    head = block * GROUP + nth % GROUP
-    exists = (nth < TOKENS * GROUP) & (token < queries)
-    at = (start + token).to(tl.int64)
-    q_latent, q_rope = load_query(
-        q_ptr, at * q_stride + head * q_head_stride, exists, RANK, RANK_PAD, ROPE, ROPE_PAD
+    position = before + tl.arange(0, M)
+    exists = position < queries
+    at = (start + position).to(tl.int64)
+    nope, rope, v_at = tl.arange(0, NOPE_PAD), tl.arange(0, ROPE_PAD), tl.arange(0, V_PAD)
+    q_nope = tl.load(
+        q_nope_ptr + (at * nope_stride)[:, None] + head * nope_head_stride + nope[None, :],
+        mask=exists[:, None] & (nope < NOPE)[None, :], other=0.0,
     )  # fmt: skip
-    computed = keys - queries
-    # What is beyond the last token looks from there, so that it too sees no key that is not.
-    position = computed + tl.minimum(token, queries - 1)
-    # Masks only along the diagonal; all queries see all keys of the tiles before.
-    full = (computed + before + 1) // TILE * TILE
-    end = computed + tl.minimum(before + TOKENS, queries)
-    acc = tl.zeros([M, RANK_PAD], tl.float32)
+    q_rope = tl.load(
+        q_rope_ptr + (at * rope_stride)[:, None] + head * rope_head_stride + rope[None, :],
+        mask=exists[:, None] & (rope < ROPE)[None, :], other=0.0,
+    )  # fmt: skip
+    place = at * HEADS + head
+    real = exists[:, None] & (v_at < V)[None, :]
+    acc = tl.zeros([M, V_PAD], tl.float32)
     top = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
-    acc, top, total = attend_latent(
-        acc, top, total, q_latent, q_rope, position, cache_ptr, table, full * 0, full, keys, block_stride, token_stride,
-        scale, RANK, RANK_PAD, ROPE, ROPE_PAD, TILE, BLOCK_SIZE, False,
+    if CONTEXT:
+        top = tl.load(context_lse_ptr + place, mask=exists, other=float("-inf")) * _LOG2E
+        # Already divided by its denominator, which `top` therefore stands for as a single weight.
+        total = tl.where(top > float("-inf"), 1.0, 0.0)
+        acc = tl.load(context_ptr + place[:, None] * V + v_at[None, :], mask=real, other=0.0).to(tl.float32)
+    kv_ptr += start.to(tl.int64) * kv_stride + head * kv_head_stride
+    key_ptr += start.to(tl.int64) * key_stride
+    full = (before + 1) // TILE * TILE
+    end = tl.minimum(before + M, queries)
+    acc, top, total = _attend(
+        acc, top, total, q_nope, q_rope, position, kv_ptr, key_ptr, full * 0, full, kv_stride, key_stride, scale,
+        NOPE, NOPE_PAD, ROPE, ROPE_PAD, V, V_PAD, TILE, False,
     )  # fmt: skip
-    acc, top, total = attend_latent(
-        acc, top, total, q_latent, q_rope, position, cache_ptr, table, full, end, keys, block_stride, token_stride,
-        scale, RANK, RANK_PAD, ROPE, ROPE_PAD, TILE, BLOCK_SIZE, True,
+    acc, top, total = _attend(
+        acc, top, total, q_nope, q_rope, position, kv_ptr, key_ptr, full, end, kv_stride, key_stride, scale,
+        NOPE, NOPE_PAD, ROPE, ROPE_PAD, V, V_PAD, TILE, True,
     )  # fmt: skip
-    out, _ = finish(acc, top, total, q_ptr, head, exists, False)
-    index = tl.arange(0, RANK_PAD)
-    to = (at * (HEAD_BLOCKS * GROUP) + head)[:, None] * RANK + index[None, :]
-    tl.store(out_ptr + to, out.to(out_ptr.dtype.element_ty), mask=exists[:, None] & (index < RANK)[None, :])
+    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + place[:, None] * V + v_at[None, :], out, mask=real)
 
 
-def prefill(q: Tensor, cache: Tensor, out: Tensor, metadata: AttentionMetadata, scale: float, rank: int) -> None:
-    """Write `out` for the tokens after the first `num_decodes`; arguments as the op's."""
-    most = FP32_QUERIES if q.dtype == torch.float32 else QUERIES
-    shape, decodes = latent_shape(q, cache, scale, rank, most), metadata.num_decodes
-    tokens, rows = q.shape[0] - decodes, metadata.seq_lens.shape[0] - decodes
-    per_tile = max(most // shape.group, 1)
-    _prefill_kernel[(shape.head_blocks, tokens // per_tile + rows)](
-        q, cache, out, metadata.block_table, metadata.rows, metadata.seq_lens, metadata.query_start, decodes, rows,
-        q.stride(0), q.stride(1), metadata.block_table.stride(0), cache.stride(0), cache.stride(1),
-        HEAD_BLOCKS=shape.head_blocks, GROUP=shape.group, TOKENS=per_tile,
-        M=max(triton.next_power_of_2(per_tile * shape.group), 16), ROWS=_ROWS_AT_ONCE,
-        num_warps=WARPS, num_stages=STAGES, **shape.constants, **options(q),
+def latent_prefill(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    kv: Tensor,
+    key: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    context: Tensor | None,
+    context_lse: Tensor | None,
+) -> Tensor:
+    """Reads no tensor on the host. Features of each argument must lie side by side."""
+    tokens, heads, nope = q_nope.shape
+    rope, v, decodes = q_rope.shape[-1], kv.shape[-1] - nope, metadata.num_decodes
+    if any(t.stride(-1) != 1 for t in (q_nope, q_rope, kv, key)):
+        raise ValueError("features of queries, keys and values must lie side by side")
+    out = torch.empty(tokens, heads, v, dtype=q_nope.dtype, device=q_nope.device)
+    if not tokens:
+        return out
+    exact, rows = q_nope.dtype == torch.float32, metadata.seq_lens.shape[0] - decodes
+    many = tokens * heads > QUERIES * num_multiprocessors(q_nope.device)
+    m = FP32_QUERIES if exact else QUERIES if many else FEW_QUERIES
+    _prefill_kernel[(heads, tokens // m + rows)](
+        q_nope, q_rope, kv, key, context.contiguous() if context is not None else out,
+        context_lse.contiguous() if context_lse is not None else out, out, metadata.query_start, decodes, rows,
+        q_nope.stride(0), q_nope.stride(1), q_rope.stride(0), q_rope.stride(1), kv.stride(0), kv.stride(1),
+        key.stride(0), score_scales(scale, None)["scale"],
+        HEADS=heads, M=m, NOPE=nope, NOPE_PAD=max(triton.next_power_of_2(nope), 16),
+        ROPE=rope, ROPE_PAD=max(triton.next_power_of_2(rope), 16), V=v, V_PAD=max(triton.next_power_of_2(v), 16),
+        TILE=FP32_TILE if exact else TILE, ROWS=_ROWS_AT_ONCE, CONTEXT=context is not None,
+        num_warps=8 if m == QUERIES else 4, num_stages=STAGES, **options(q_nope),
     )  # fmt: skip
+    return out

@@ -28,6 +28,13 @@ class LatentShape:
     constants: dict[str, Any]
 
 
+def check_strides(q: Tensor, cache: Tensor) -> Tensor:
+    """q, with features side by side. ValueError for a cache whose entries have gaps."""
+    if cache.stride(-1) != 1:
+        raise ValueError(f"a cached entry's features must lie side by side, got strides {cache.stride()}")
+    return q if q.stride(-1) == 1 else q.contiguous()
+
+
 def latent_shape(q: Tensor, cache: Tensor, scale: float, rank: int, most_heads: int) -> LatentShape:
     """For q `[tokens, heads, rank + rope]`, at most `most_heads` in a program."""
     heads, width = q.shape[1:]
