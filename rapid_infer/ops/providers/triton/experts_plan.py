@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
 
-CHOICES_AT_ONCE = 1024
+CHOICES_AT_ONCE = 4096
 TILES_AT_ONCE = 64
 
 
@@ -88,10 +88,10 @@ def experts_plan(slots: Tensor, experts: int, tile: int) -> ExpertsPlan:
         return torch.empty(size, dtype=torch.int32, device=slots.device)
 
     plan = ExpertsPlan(tiles, empty(choices), empty(tiles), empty(tiles), empty(tiles))
+    at_once = min(triton.next_power_of_2(choices), CHOICES_AT_ONCE)
     _sort_kernel[(experts + 1,)](
         slots, plan.order, plan.expert, plan.first, plan.last, choices, experts, tiles,
-        EXPERTS_PAD=max(triton.next_power_of_2(experts), 16), TILE=tile,
-        CHOICES=min(triton.next_power_of_2(choices), CHOICES_AT_ONCE), TILES=TILES_AT_ONCE,
-        num_warps=4, **options(slots),
+        EXPERTS_PAD=max(triton.next_power_of_2(experts), 16), TILE=tile, CHOICES=at_once, TILES=TILES_AT_ONCE,
+        num_warps=4 if at_once <= 1024 else 8, **options(slots),
     )  # fmt: skip
     return plan
