@@ -11,9 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rapid_infer import LLM
+from rapid_infer import LLM, ModelRegistry
+from rapid_infer.config import CheckpointFacts, DeviceFacts, EngineArgs
 from rapid_infer.errors import ConfigError, WeightError
+from rapid_infer.models import read_checkpoint
 from rapid_infer.testing import Oracle, assert_exact, forced_logits
+from rapid_infer.worker.build import build_model, cache_groups
 
 LENGTHS = (1, 2, 15, 16, 17, 33, 70)
 MAX_TOKENS = 12
@@ -262,6 +265,20 @@ def test_what_is_not_supported_is_refused_by_name(name, updates, named, tiny, tm
     path = rewritten(tiny(*MODELS[name]), tmp_path, lambda weights: None, updates)
     with pytest.raises(ConfigError, match=named):
         open_llm(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "bytes_per_token"), [("deepseek-v2-lite", 15.706, 31104), ("qwen3-30b-a3b", 30.532, 98304)]
+)
+def test_published_sizes(name, billions, bytes_per_token, tmp_path):
+    shapes = Path(__file__).resolve().parents[2] / "benchmarks" / "data" / "workloads.json"
+    (tmp_path / "config.json").write_text(json.dumps(json.loads(shapes.read_text())["models"][name]))
+    checkpoint = read_checkpoint(tmp_path)
+    args = EngineArgs(dtype="bfloat16", max_model_len=4096)
+    config = args.resolve(CheckpointFacts(40960, "bfloat16"), DeviceFacts("cpu", True, 1 << 40))
+    model = build_model(ModelRegistry.resolve(checkpoint.architecture), checkpoint, config, "meta").model
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(billions * 1e9, rel=1e-4)
+    assert sum(group.bytes_per_token() for group in cache_groups(model)) == bytes_per_token
 
 
 def test_moe_layer_freq_leaves_layers_dense(tiny):
