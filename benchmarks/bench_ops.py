@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import environment, op_calls, op_cases, op_shapes, op_timing
+from common import environment, op_calls, op_cases, op_cases_experts, op_shapes, op_timing  # noqa: F401
 from common.op_shapes import OpCase, Shape
 from common.op_timing import Timing
 from common.output import Report, command_line

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
         QKVParallelLinear,
         RowParallelLinear,
     )
+    from rapid_infer.layers.mla import LatentAttention, LatentAttentionConfig
     from rapid_infer.layers.mlp import GatedMLP
+    from rapid_infer.layers.moe import MoE, RouterConfig
     from rapid_infer.layers.norm import RMSNorm
     from rapid_infer.layers.parameter import Part, Placement
     from rapid_infer.layers.rope import RopeConfig
@@ -54,7 +56,9 @@ _MODULES = {
         "QKVParallelLinear",
         "RowParallelLinear",
     ),
+    "rapid_infer.layers.mla": ("LatentAttention", "LatentAttentionConfig"),
     "rapid_infer.layers.mlp": ("GatedMLP",),
+    "rapid_infer.layers.moe": ("MoE", "RouterConfig"),
     "rapid_infer.layers.norm": ("RMSNorm",),
     "rapid_infer.layers.parameter": ("Part", "Placement"),
     "rapid_infer.layers.rope": ("RopeConfig",),
@@ -86,15 +90,19 @@ __all__ = [
     "FullKV",
     "GatedMLP",
     "LMHead",
+    "LatentAttention",
+    "LatentAttentionConfig",
     "LatentKV",
     "LayerStack",
     "Linear",
     "MergedColumnParallelLinear",
+    "MoE",
     "Part",
     "Placement",
     "QKVParallelLinear",
     "RMSNorm",
     "RopeConfig",
+    "RouterConfig",
     "RowParallelLinear",
     "VocabEmbedding",
     "WeightMap",

@@ -9,6 +9,7 @@ import dataclasses
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from rapid_infer import SamplingParams
@@ -18,7 +19,7 @@ from rapid_infer.registry import ModelRegistry
 
 ROOT = Path(__file__).resolve().parent.parent
 PART = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-OUR_PLUGINS = ("rapid-infer-llama", "rapid-infer-qwen3")
+OUR_PLUGINS = ("rapid-infer-deepseek-v2", "rapid-infer-llama", "rapid-infer-qwen3")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -70,8 +71,8 @@ def models() -> str:
     )
 
 
-def llama_remap() -> str:
-    return "```\n" + str(ModelRegistry.resolve("LlamaForCausalLM").weight_map) + "\n```\n"  # type: ignore[attr-defined]
+def remap(architecture: str) -> str:
+    return "```\n" + str(ModelRegistry.resolve(architecture).weight_map) + "\n```\n"  # type: ignore[attr-defined]
 
 
 PARTS: dict[str, Callable[[], str]] = {
@@ -79,7 +80,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "sampling params": sampling_params,
     "operators": operators,
     "models": models,
-    "llama remap": llama_remap,
+    "llama remap": partial(remap, "LlamaForCausalLM"),
+    "qwen3 remap": partial(remap, "Qwen3ForCausalLM"),
+    "qwen3 moe remap": partial(remap, "Qwen3MoeForCausalLM"),
+    "deepseek remap": partial(remap, "DeepseekV2ForCausalLM"),
 }
 
 

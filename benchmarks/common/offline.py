@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from common import environment, floor, metrics, options, peer, workloads
+from common import environment, floor, metrics, options, peer, routing, workloads
 from common.monitor import Monitor, Resources
 from common.output import Report, command_line, figures, gigabytes
 from common.runner import Run, run_engine
@@ -88,6 +88,9 @@ class _Benchmark:
             self.model = str(workloads.write_model(ns.model, scratch))
             self.kwargs["load_format"] = "dummy"
         self.kwargs |= options.engine_kwargs(ns)
+        if ns.uniform_routing:
+            drawn = routing.engine_options()["op_priority"]
+            self.kwargs["op_priority"] = {**self.kwargs.get("op_priority", {}), **drawn}
 
     def run(self) -> int:
         import torch
@@ -131,10 +134,24 @@ class _Benchmark:
             f"{self.ns.workload or 'own workload'}: {len(requests)} requests, {inputs} prompt tokens, {outputs} to "
             f"generate; {self.ns.warmup} warm-up and {self.ns.runs} timed runs"
         )
+        if self.ns.uniform_routing:
+            self._describe_routing(engine, len(requests))
         if (self.load_average or 0) > BUSY_LOAD * (os.cpu_count() or 1):
             self.report.say(
                 f"note: other work is running (load average {self.load_average:.1f}): times and ratios may mislead"
             )
+
+    def _describe_routing(self, engine: LLMEngine, rows: int) -> None:
+        router = getattr(engine.executor.built.config, "router", None)
+        if router is None:
+            self.report.say("routing: uniform random, but the model has no experts")
+            return
+        rows = min(rows, engine.config.scheduler.max_num_seqs)
+        touched = routing.experts_touched(router.num_experts, router.top_k, rows, engine.config.device)
+        self.report.say(
+            f"routing: uniform random; a decode step of {rows} rows touches {touched:.1f} of {router.num_experts} "
+            "experts in each layer that has them"
+        )
 
     def _time_engine(self, engine: LLMEngine, requests: Sequence[Request], load_s: float) -> Measured:
         parallel = engine.config.parallel

@@ -43,4 +43,5 @@ def outputs(fn: Any, kwargs: dict[str, Any], mutates: tuple[str, ...]) -> tuple[
     """What a call returns and what it writes, of inputs of its own: a provider may reuse any buffer."""
     own = clone(fresh(kwargs), tuple(kwargs))
     result = fn(**own)
-    return (*(result if isinstance(result, tuple) else (result,)), *(own[name] for name in mutates))
+    returned = result if isinstance(result, tuple) else () if result is None else (result,)
+    return (*returned, *(own[name] for name in mutates))

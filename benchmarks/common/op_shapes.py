@@ -18,7 +18,10 @@ from rapid_infer.ops import OPS
 
 @dataclass(frozen=True)
 class Shape:
-    """What decides the sizes: a model's widths, the dtype, and where the tensors lie. `quick`: few and small cases."""
+    """What decides the sizes: a model's widths, the dtype, and where the tensors lie. `quick`: few and small cases.
+
+    `raw`: the model's config, for sizes that not every model has.
+    """
 
     model: str
     hidden: int
@@ -30,6 +33,7 @@ class Shape:
     dtype: torch.dtype
     device: str
     quick: bool
+    raw: dict[str, Any]
 
     @classmethod
     def of(cls, model: str, dtype: torch.dtype, device: str, quick: bool) -> Shape:
@@ -53,6 +57,7 @@ class Shape:
             dtype,
             device,
             quick,
+            raw,
         )
 
     def rand(self, *size: int) -> Tensor:

@@ -43,6 +43,12 @@ def parser(description: str, examples: str) -> argparse.ArgumentParser:
     work.add_argument("--runs", type=positive, default=3, metavar="N", help="timed runs (default 3)")
     work.add_argument("--warmup", type=count, default=1, metavar="N", help="untimed runs before them (default 1)")
 
+    work.add_argument(
+        "--uniform-routing",
+        action="store_true",
+        help="experts by a uniform random draw instead of the router, as the recorded peers had it",
+    )
+
     add_engine_options(p)
 
     compare = p.add_argument_group("comparison and profile")

@@ -77,7 +77,7 @@ class FullKV:
 
 @dataclass(frozen=True)
 class LatentKV:
-    """MLA's compressed latent and its shared rope key: `[layers, blocks, block_size, rank + rope_dim]`.
+    """A latent and a rope key that all heads share: `[layers, blocks, block_size, rank + rope_dim]`.
 
     Every rank holds the same values: tensor parallelism does not divide them.
     """

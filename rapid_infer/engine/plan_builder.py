@@ -72,6 +72,7 @@ class PlanBuilder:
             token_lists=self._token_lists(),
             prompt_scores=self._prompt_scores(rows, order, start, grant),
             masks=self._masks(rows, sampling) if features.masks or self._new else None,
+            max_context_len=int(start[grant > 1].max(initial=0)),
         )
 
     def _tokens(self, rows: Rows, order: Ints, start: Ints, grant: Ints) -> NDArray[np.int32]:

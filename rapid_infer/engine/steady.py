@@ -84,6 +84,7 @@ class SteadyBatch:
             max_query_len=1,
             max_seq_len=self._longest,
             num_tokens=len(order),
+            max_context_len=0,
         )
         return Launch(plan, self._requests, self._requests, self._ids, order, self._epochs)
 

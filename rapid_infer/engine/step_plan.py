@@ -121,6 +121,7 @@ class StepPlan:
     tokens      [T]    ids the host knows, -1 where the device's last token of that row is meant; empty: all are
     sampled     [S]    indices into `rows` of those that get a new token
     max_seq_len        upper bound of every row's length after this step
+    max_context_len    upper bound of what rows with several tokens had before it; None: not known
     """
 
     step: int
@@ -137,6 +138,7 @@ class StepPlan:
     token_lists: TokenLists | None = None
     prompt_scores: PromptScores | None = None
     masks: RowMasks | None = None
+    max_context_len: int | None = None
 
     @property
     def num_decodes(self) -> int:

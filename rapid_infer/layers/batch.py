@@ -18,9 +18,11 @@ class ForwardBatch:
     positions      `[T]` int64, or `[axes, T]` for models with several position axes
     attention      per cache group, what attention needs besides q
     inputs_embeds  `[T, hidden]`, instead of looking up `input_ids`
+    live           `[T]` integers, 0 for a padding token, whose result nobody reads; None: there is none
     """
 
     input_ids: Tensor
     positions: Tensor
     attention: Sequence[AttentionMetadata]
     inputs_embeds: Tensor | None = None
+    live: Tensor | None = None

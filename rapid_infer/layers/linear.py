@@ -154,11 +154,21 @@ class QKVParallelLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """Input features cut over the ranks; the partial products are added over them, then the bias once."""
+    """Input features cut over the ranks; the partial products are added over them, then the bias once.
 
-    def __init__(self, ctx: BuildContext, in_features: int, out_features: int, bias: bool = False) -> None:
+    `reduce` False: y is this rank's partial product, which the caller adds to others before it sums over the ranks.
+    """
+
+    def __init__(
+        self, ctx: BuildContext, in_features: int, out_features: int, bias: bool = False, reduce: bool = True
+    ) -> None:
+        if bias and not reduce:
+            raise ValueError(f"{ctx.name}: without reduce every rank would add the bias")
         super().__init__(ctx, in_features, out_features, bias, cut_input=True)
+        self.reduce = reduce
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.parallel.all_reduce(self.quant.apply(self, x))
+        y = self.quant.apply(self, x)
+        if self.reduce:
+            y = self.parallel.all_reduce(y)
         return y if self.bias is None else y + self.bias

@@ -52,6 +52,13 @@ class RopeConfig:
         scaling = tuple(sorted((k, float(v)) for k, v in given.items())) if kind != "default" else ()
         return cls(float(theta), dim, kind, scaling, interleaved)
 
+    @property
+    def score_factor(self) -> float:
+        """What YaRN with `mscale_all_dim` multiplies attention scores by, beside the factor on cos and sin."""
+        values = dict(self.scaling)
+        everywhere = values.get("mscale_all_dim", 0.0) if self.type == "yarn" else 0.0
+        return yarn_mscale(values["factor"], everywhere) ** 2 if everywhere else 1.0
+
     def inverse_frequencies(self) -> tuple[Tensor, float]:
         """(`[dim / 2]` fp32, factor on cos and sin)."""
         plain = 1.0 / self.theta ** (torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim)

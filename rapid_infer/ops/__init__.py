@@ -4,7 +4,11 @@
 """
 
 from rapid_infer.ops.embedding import embedding
+from rapid_infer.ops.fused_experts import fused_experts
 from rapid_infer.ops.gumbel_argmax import gumbel_argmax
+from rapid_infer.ops.latent_attention import latent_context, latent_decode
+from rapid_infer.ops.latent_kv_write import latent_kv_write
+from rapid_infer.ops.latent_prefill import latent_prefill
 from rapid_infer.ops.linear import linear
 from rapid_infer.ops.linear_silu_and_mul import linear_silu_and_mul
 from rapid_infer.ops.lm_head import lm_head, lm_head_argmax
@@ -12,6 +16,8 @@ from rapid_infer.ops.paged_attention import paged_attention
 from rapid_infer.ops.registry import OPS, BoundOp, Op, OpFacts, OpResolver, load_providers, register
 from rapid_infer.ops.rms_norm import fused_add_rms_norm, rms_norm
 from rapid_infer.ops.rope_kv_write import qk_norm_rope_kv_write
+from rapid_infer.ops.route_experts import route_experts
+from rapid_infer.ops.router_logits import router_logits
 from rapid_infer.ops.silu_and_mul import silu_and_mul
 from rapid_infer.ops.step_inputs import commit_tokens, decode_inputs, mixed_inputs
 from rapid_infer.ops.truncate_logits import truncate_logits
@@ -26,7 +32,12 @@ __all__ = [
     "decode_inputs",
     "embedding",
     "fused_add_rms_norm",
+    "fused_experts",
     "gumbel_argmax",
+    "latent_context",
+    "latent_decode",
+    "latent_kv_write",
+    "latent_prefill",
     "linear",
     "linear_silu_and_mul",
     "lm_head",
@@ -37,6 +48,8 @@ __all__ = [
     "qk_norm_rope_kv_write",
     "register",
     "rms_norm",
+    "route_experts",
+    "router_logits",
     "silu_and_mul",
     "truncate_logits",
 ]

@@ -24,6 +24,7 @@ class AttentionMetadata:
     slots          `[T]` int64: where each token's key and value go
     decodes        `[1]` int32, or None
     max_query_len, max_seq_len   upper bounds known on the host; in a CUDA graph the largest there can be
+    max_context_len  upper bound of what rows with several tokens held before this step; None: not known
     plans          what a provider derives once per step and reads in every layer, by a key of its own
     """
 
@@ -36,4 +37,5 @@ class AttentionMetadata:
     max_seq_len: int
     num_decodes: int
     decodes: Tensor | None = None
+    max_context_len: int | None = None
     plans: dict[Any, Any] = field(default_factory=dict)

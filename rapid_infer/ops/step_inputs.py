@@ -123,7 +123,7 @@ def decode_inputs(
 class MixedInputs(NamedTuple):
     """Inputs of T tokens in R rows, padding at the end of both.
 
-    input_ids, positions `[T]` int64, slots `[groups, T]` int64: 0 for padding
+    input_ids, positions `[T]` int64, slots `[groups, T]` int64: 0 for padding; live `[T]` int32: 1 for the others
     rows `[R]` int64, query_start `[R + 1]` and seq_lens `[R]` int32 with this step's tokens; padding rows have none
     decodes `[1]` int32: how many rows, the first, have one token
     last `[R]` int64: the last token of each sampled row; sampled_rows `[R]` int64, the padding row at the end;
@@ -133,6 +133,7 @@ class MixedInputs(NamedTuple):
     input_ids: Tensor
     positions: Tensor
     slots: Tensor
+    live: Tensor
     rows: Tensor
     query_start: Tensor
     seq_lens: Tensor
@@ -211,6 +212,7 @@ def mixed_inputs(
         input_ids,
         positions,
         slots,
+        (torch.arange(num_tokens, device=device) < total).int(),
         rows,
         query_start,
         seq_lens,

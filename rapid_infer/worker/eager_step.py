@@ -121,6 +121,7 @@ class EagerStep:
                 max_query_len=plan.max_query_len,
                 max_seq_len=plan.max_seq_len,
                 num_decodes=num_decodes,
+                max_context_len=plan.max_context_len,
             )
             for block_table in self.table.block_tables
         ]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rapid_infer.engine.step_plan import SamplingFeatures, StepPlan
+from rapid_infer.layers.attention import CachedModule
 from rapid_infer.layers.batch import ForwardBatch
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.registry import OpResolver
@@ -78,6 +79,7 @@ class GraphRunner:
         self._rows = torch.full((layout.max_rows,), table.dummy, dtype=torch.int64, device=device)
         self._query_start = torch.arange(layout.max_rows + 1, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(layout.max_rows, dtype=torch.int32, device=device)
+        self._takes_mixed = all(m.records_mixed for m in model.modules() if isinstance(m, CachedModule))
         self._mixed_sampled: _Sampled | None = None
         self._forward: dict[tuple[str, int], tuple[torch.cuda.CUDAGraph, _Sampled]] = {}
         self._finish: dict[Any, tuple[torch.cuda.CUDAGraph, Logprobs | None]] = {}
@@ -95,7 +97,8 @@ class GraphRunner:
 
         The largest mixed forward comes before them all, also where it will hardly be used.
         """
-        self._capture_mixed(self.mailbox.layout.max_tokens)
+        if self._takes_mixed:
+            self._capture_mixed(self.mailbox.layout.max_tokens)
         for size in reversed(self.sizes):
             self._capture_decode(size)
             self._capture_finish(DECODE, size, GREEDY)
@@ -106,7 +109,9 @@ class GraphRunner:
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether graphs can run this step."""
-        return plan.prompt_scores is None and plan.num_tokens <= self.mailbox.layout.max_tokens
+        if plan.prompt_scores is not None or plan.num_tokens > self.mailbox.layout.max_tokens:
+            return False
+        return self._takes_mixed or self.shape_of(plan)[0] == DECODE
 
     def shape_of(self, plan: StepPlan) -> tuple[str, int, int]:
         """(kind, rows or tokens of its forward graph, rows of its finish graph) for a step."""
@@ -169,7 +174,7 @@ class GraphRunner:
             )
             for group, block_table in enumerate(table.block_tables)
         ]
-        return self.model(ForwardBatch(ids, positions, attention)), lengths
+        return self.model(ForwardBatch(ids, positions, attention, live=lengths)), lengths
 
     def run_mixed(self, size: int) -> _Sampled:
         """What a mixed graph of `size` tokens records; the result lies in the same buffers for all sizes."""
@@ -198,7 +203,7 @@ class GraphRunner:
             )
             for group, block_table in enumerate(table.block_tables)
         ]
-        hidden = self.model(ForwardBatch(inputs.input_ids, inputs.positions, attention))
+        hidden = self.model(ForwardBatch(inputs.input_ids, inputs.positions, attention, live=inputs.live))
         if self._mixed_sampled is None:
             buffer = torch.empty(len(inputs.rows), hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
             self._mixed_sampled = _Sampled(buffer, self._rows.clone(), self._lengths)

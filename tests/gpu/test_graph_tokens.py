@@ -34,6 +34,28 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     ),
+    "latent": (
+        "deepseek_v3",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 40,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 48,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "experts": (
+        "qwen3_moe",
+        {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True},
+    ),
 }
 ENGINES: dict[str, dict[str, Any]] = {
     "graphs": {},
@@ -51,6 +73,8 @@ ENGINES: dict[str, dict[str, Any]] = {
         *(("qwen2", engine) for engine in ("depth-1", "eager")),
         *(("qwen3", engine) for engine in ENGINES),
         ("windowed", "graphs"),
+        *(("latent", engine) for engine in ENGINES),
+        *(("experts", engine) for engine in ("graphs", "chunks")),
     ],
 )
 def test_tokens_of_transformers(name, engine, tiny, open_llm):

@@ -112,3 +112,11 @@ def windowed(tiny: Tiny) -> TinyModel:
     """Its first layer sees everything, the others the last 8 tokens: two cache groups."""
     windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
     return tiny("qwen3", {"head_dim": 32, "num_hidden_layers": 3, **windows})
+
+
+@pytest.fixture(scope="session")
+def latent(tiny: Tiny) -> TinyModel:
+    """Caches a latent instead of keys and values, and has experts in its second layer."""
+    sizes = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "q_lora_rank": None}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "first_k_dense_replace": 1}
+    return tiny("deepseek_v2", {"num_key_value_heads": 4, **sizes, **experts})

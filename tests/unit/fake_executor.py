@@ -176,6 +176,7 @@ class FakeExecutor:
             start, stop = int(self._planned[row]), int(self._planned[row] + plan.query_lens[i])
             assert stop <= self.info.max_model_len
             assert stop <= plan.max_seq_len
+            assert plan.query_lens[i] == 1 or plan.max_context_len is None or start <= plan.max_context_len
             columns = -(-stop // self._size)
             for group, table in enumerate(self._named):
                 blocks = table[row, :columns]

@@ -13,7 +13,7 @@ import torch
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from common import op_cases, op_shapes, op_timing  # noqa: E402, F401
+from common import op_calls, op_cases, op_cases_experts, op_shapes, op_timing  # noqa: E402, F401
 from common.op_shapes import Shape  # noqa: E402
 from common.schema import Result  # noqa: E402
 
@@ -86,6 +86,34 @@ def test_bytes_and_operations_that_are_counted() -> None:
     assert decode.bytes == 2 * (2 * 256 * 1024 * 8 * 128 + 2 * 256 * 32 * 128)
     assert decode.flops == 4 * 256 * 1024 * 32 * 128
     assert prefill.flops == 4 * 32 * (512 * 513 // 2) * 32 * 128
+
+
+def test_experts_and_latents_that_are_counted() -> None:
+    shape = Shape.of("deepseek-v2-lite", torch.bfloat16, "cpu", quick=False)
+    experts = {case.label: case for case in op_shapes.cases("fused_experts", shape)}
+    one, many = experts["1 x 6 of 64, 1408"], experts["8192 x 6 of 64, 1408"]
+    assert one.bytes == 2 * (6 * 3 * 1408 * 2048 + 2 * 2048)
+    assert many.bytes == 2 * (64 * 3 * 1408 * 2048 + 2 * 8192 * 2048)
+    assert many.flops == 6 * 8192 * 6 * 1408 * 2048
+    decode = {case.label: case for case in op_shapes.cases("latent_decode", shape)}["decode 32 x 640"]
+    assert decode.bytes == 2 * (32 * 640 * 576 + 32 * 16 * (576 + 512))
+    with pytest.raises(LookupError, match="qwen3-8b has no kv_lora_rank"):
+        op_shapes.cases("latent_decode", Shape.of("qwen3-8b", torch.bfloat16, "cpu", quick=True))
+
+
+def test_cases_of_experts_and_latents_run(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "vocab_size": 99}
+    latent = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    moe = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, **latent, **moe}))
+    shape = Shape.of(str(tmp_path), torch.float32, "cpu", quick=True)
+    ran = [
+        case.op
+        for op in ("fused_experts", "route_experts", "router_logits", *(n for n in OPS if n.startswith("latent_")))
+        for case in op_shapes.cases(op, shape)
+        if op_calls.outputs(OPS[op].reference, case.make(), OPS[op].mutates)
+    ]
+    assert len(set(ran)) == 7
 
 
 @pytest.mark.usefixtures("gumbel_argmax")

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -285,3 +286,22 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("error: model")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("experts", [True, False])
+def test_routing_by_a_uniform_draw_says_how_many_experts_a_step_touches(experts: bool, tmp_path: Path) -> None:
+    config = dict(TINY_CONFIG)
+    if experts:
+        moe = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+        config |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **moe}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sizes = ("--batch-size", "3", "--input-len", "4", "--output-len", "3", "--runs", "1", "--warmup", "0")
+    done = start("bench_latency.py", "--model", tmp_path, "--load-format", "dummy", "--uniform-routing", *sizes)
+    assert done.returncode == 0, done.stderr
+    if not experts:
+        assert "the model has no experts" in done.stdout
+        return
+    found = re.search(r"a decode step of 3 rows touches ([\d.]+) of 8 experts", done.stdout)
+    assert found
+    # Six draws of eight: 8 * (1 - (6 / 8) ** 3) in the mean.
+    assert 3.5 < float(found[1]) < 5.8

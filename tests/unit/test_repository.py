@@ -50,6 +50,12 @@ def test_dense_models_stay_small() -> None:
         assert len(file.read_text().splitlines()) < 200, file
 
 
+@pytest.mark.parametrize("package", ["engine", "worker", "loader", "cache", "ipc", "frontend", "executors"])
+def test_the_runtime_knows_no_model_and_no_kind_of_attention(package: str) -> None:
+    for file in (ROOT / "rapid_infer" / package).glob("*.py"):
+        assert not re.search(r"deepseek|qwen|llama|\bmla\b", file.read_text(), re.IGNORECASE), file
+
+
 def test_the_facade_offers_what_it_lists() -> None:
     from rapid_infer import plugin
 

@@ -58,7 +58,7 @@ def _read_windows(hf_config: Any, read: ConfigReader, layers: int) -> tuple[int 
     return tuple(window if yes else None for yes in slides)
 
 
-def _read_config(hf_config: Any, *, qwen3: bool) -> QwenConfig:
+def read_fields(hf_config: Any, *, qwen3: bool) -> QwenConfig:
     read = ConfigReader(hf_config)
     read.expect("hidden_act", "silu", default="silu")
     heads, layers = read.integer("num_attention_heads"), read.integer("num_hidden_layers")
@@ -119,16 +119,20 @@ class QwenLayer(nn.Module):
         self.input_layernorm = RMSNorm(ctx.sub("input_layernorm"), size, eps)
         self.self_attn = QwenAttention(config, ctx.sub("self_attn"), config.windows[number])
         self.post_attention_layernorm = RMSNorm(ctx.sub("post_attention_layernorm"), size, eps)
-        self.mlp = GatedMLP(ctx.sub("mlp"), size, config.intermediate_size)
+        self.mlp = self.feed_forward(config, ctx.sub("mlp"), number)
+
+    def feed_forward(self, config: QwenConfig, ctx: BuildContext, number: int) -> nn.Module:
+        return GatedMLP(ctx, config.hidden_size, config.intermediate_size)
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
         x = self.self_attn(x, batch)
         x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.mlp(x), residual
+        return self.mlp(x, batch), residual
 
 
 class Qwen3ForCausalLM(nn.Module):
+    layer: type[QwenLayer] = QwenLayer
     weight_map = WeightMap(
         [
             rename("model", "", at_start=True),
@@ -141,13 +145,13 @@ class Qwen3ForCausalLM(nn.Module):
 
     @staticmethod
     def read_config(hf_config: Any) -> QwenConfig:
-        return _read_config(hf_config, qwen3=True)
+        return read_fields(hf_config, qwen3=True)
 
     def __init__(self, config: QwenConfig, ctx: BuildContext) -> None:
         super().__init__()
         vocab, size = config.vocab_size, config.hidden_size
         self.embed_tokens = VocabEmbedding(ctx.sub("embed_tokens"), vocab, size)
-        self.layers = ctx.layers(config.num_hidden_layers, lambda ctx, i: QwenLayer(config, ctx, i))
+        self.layers = ctx.layers(config.num_hidden_layers, lambda ctx, i: self.layer(config, ctx, i))
         self.norm = RMSNorm(ctx.sub("norm"), size, config.rms_norm_eps)
         tied_to = self.embed_tokens if config.tie_word_embeddings else None
         self.head = LMHead(ctx.sub("head"), vocab, size, tied_to=tied_to)
@@ -161,4 +165,4 @@ class Qwen3ForCausalLM(nn.Module):
 class Qwen2ForCausalLM(Qwen3ForCausalLM):
     @staticmethod
     def read_config(hf_config: Any) -> QwenConfig:
-        return _read_config(hf_config, qwen3=False)
+        return read_fields(hf_config, qwen3=False)

@@ -55,7 +55,7 @@ class _Plan:
     single: slice | None
 
 
-def _plan(metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> _Plan:
+def attention_plan(metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> _Plan:
     """Made once a step: lengths are read from the tensors here and nowhere else."""
     plan = metadata.plans.get("cpu attention")
     if plan is None:
@@ -137,7 +137,7 @@ def paged_attention(
     """Folds the query heads of a group into the query axis: grouped-query SDPA is several times slower on a CPU."""
     kv_heads, dim = k_cache.shape[-2:]
     group = q.shape[1] // kv_heads
-    plan = _plan(metadata, k_cache.shape[1], q.dtype)
+    plan = attention_plan(metadata, k_cache.shape[1], q.dtype)
     if plan.single is not None:
         return _attend_run(q, k_cache, v_cache, plan.single, scale)
     flat_k, flat_v = (cache.view(-1, kv_heads * dim) for cache in (k_cache, v_cache))

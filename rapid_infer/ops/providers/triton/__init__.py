@@ -21,6 +21,13 @@ for _op, _module in (
     ("paged_attention", "attention"),
     ("decode_inputs", "step_inputs"),
     ("mixed_inputs", "step_inputs"),
+    ("latent_decode", "latent_decode"),
+    ("latent_context", "latent_context"),
+    ("latent_prefill", "latent_prefill"),
+    ("latent_kv_write", "latent_kv_write"),
+    ("router_logits", "router"),
+    ("route_experts", "router"),
+    ("fused_experts", "experts"),
     ("embedding", "embedding"),
     ("commit_tokens", "step_inputs"),
 ):

@@ -25,7 +25,7 @@ COMBINED_AT_ONCE = 8192
 
 
 @triton.jit
-def _write(
+def write_row(
     acc, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, group,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     SINKS: tl.constexpr, LSE: tl.constexpr,
@@ -43,7 +43,7 @@ def _write(
 
 
 @triton.jit
-def _combine(
+def combine(
     partial_ptr, stats_ptr, first_slice, slices, head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM_PAD: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
@@ -113,7 +113,7 @@ def _decode_kernel(
                         KV_HEADS, GROUP, DIM_PAD, PACK, ADD_COUNT,
                     )  # fmt: skip
             if slices == 1:
-                _write(
+                write_row(
                     acc, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, group,
                     KV_HEADS, GROUP, DIM, DIM_PAD, SINKS, LSE,
                 )  # fmt: skip
@@ -131,10 +131,10 @@ def _decode_kernel(
                 arrived = arrived_ptr + first_slice * KV_HEADS + head
                 if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == slices - 1:
                     tl.store(arrived, 0)
-                    row_acc, row_top, row_total = _combine(
+                    row_acc, row_top, row_total = combine(
                         partial_ptr, stats_ptr, first_slice, slices, head, KV_HEADS, GROUP, GROUP_PAD, DIM_PAD, COUNT
                     )
-                    _write(
+                    write_row(
                         row_acc, row_top, row_total, out_ptr, lse_ptr, sinks_ptr, row, head, tl.arange(0, GROUP_PAD),
                         KV_HEADS, GROUP, DIM, DIM_PAD, SINKS, LSE,
                     )  # fmt: skip

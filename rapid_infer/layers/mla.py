@@ -1,0 +1,171 @@
+"""Multi-head latent attention: keys and values of all heads out of one small latent, which is all that is cached.
+
+Source: DeepSeek-AI 2024 (DeepSeek-V2), section 2.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rapid_infer.cache.spec import LatentKV
+from rapid_infer.layers.attention import CachedModule
+from rapid_infer.layers.batch import ForwardBatch
+from rapid_infer.layers.context import BuildContext
+from rapid_infer.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear, cut, whole
+from rapid_infer.layers.module import LayerModule
+from rapid_infer.layers.norm import RMSNorm
+from rapid_infer.layers.parameter import Part, Placement
+from rapid_infer.layers.rope import RopeConfig, rope_table
+from rapid_infer.ops.attention_metadata import AttentionMetadata
+
+LATENT_EPS = 1e-6
+"""Of the norms of both latents, whatever `rms_norm_eps` says: the published models were trained so."""
+
+
+@dataclass(frozen=True)
+class LatentAttentionConfig:
+    """Sizes as the published configs name them. `q_lora_rank` None: queries come straight from the hidden state."""
+
+    hidden_size: int
+    num_attention_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    rope: RopeConfig
+
+    @property
+    def scale(self) -> float:
+        """Of the scores: one over the root of a key's size, and YaRN's factor."""
+        return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * self.rope.score_factor
+
+
+class LatentUpProjection(LayerModule):
+    """weight `[heads * (nope + v), rank]`: each head's key matrix, then its value matrix; cut by heads.
+
+    Decoding multiplies queries and results by it instead of the cached latents (absorption), so it is no linear layer:
+    after loading, `key` `[heads, nope, rank]` and `value` `[heads, rank, v]` are views of it.
+    """
+
+    def __init__(self, ctx: BuildContext, heads: int, nope: int, v: int, rank: int) -> None:
+        super().__init__()
+        self.shape, self.nope = (heads, nope + v, rank), nope
+        self.heads = ctx.parallel.split(heads, "num_attention_heads")
+        self.start = ctx.parallel.tp_rank * self.heads
+        empty = torch.empty(self.heads * (nope + v), rank, dtype=ctx.dtype)
+        self.weight = nn.Parameter(empty, requires_grad=False)
+        self.key = self.value = torch.empty(0)
+
+    def parts(self, leaf: str) -> tuple[Part, ...]:
+        return (None,)
+
+    def placement(self, leaf: str, part: Part, expert: int | None = None) -> Placement | None:
+        if leaf != "weight" or part is not None or expert is not None:
+            raise KeyError(leaf)
+        heads, rows, rank = self.shape
+        source = slice(self.start * rows, (self.start + self.heads) * rows)
+        return Placement(self.weight, (heads * rows, rank), (source,), (slice(None),))
+
+    def forward(self, latent: Tensor) -> Tensor:
+        """`[tokens, rank]` -> keys and values `[tokens, heads, nope + v]`."""
+        return F.linear(latent, self.weight).unflatten(1, (self.heads, -1))
+
+    def finalize_weights(self) -> None:
+        by_head = self.weight.data.view(self.heads, *self.shape[1:])
+        self.key, self.value = by_head[:, : self.nope], by_head[:, self.nope :].transpose(1, 2)
+
+
+class LatentAttention(CachedModule):
+    """From hidden states `[tokens, hidden]` to the same, with all of the layer's projections.
+
+    The cached latent is the same on every rank, and so are the projections down to it and to the query latent
+    (`qkv_a_proj`, one matrix for both); what belongs to a head is cut by heads: queries, `kv_b_proj`, `o_proj`. Without
+    a query latent, `qkv_a_proj` holds this rank's query heads in its place.
+    """
+
+    def __init__(self, ctx: BuildContext, config: LatentAttentionConfig) -> None:
+        super().__init__()
+        self.config = config
+        tp, hidden, heads = ctx.parallel, config.hidden_size, config.num_attention_heads
+        nope, rope, rank, q_rank = (
+            config.qk_nope_head_dim,
+            config.qk_rope_head_dim,
+            config.kv_lora_rank,
+            config.q_lora_rank,
+        )
+        self.num_heads = tp.split(heads, "num_attention_heads")
+        a_ctx, latent = ctx.sub("qkv_a_proj"), whole("kv_a", rank + rope)
+        self.q_a_layernorm: RMSNorm | None = None
+        self.q_b_proj: ColumnParallelLinear | None = None
+        if q_rank is None:
+            self.qkv_a_proj = Linear(a_ctx, hidden, [cut(a_ctx, "q", heads * (nope + rope)), latent])
+        else:
+            self.qkv_a_proj = Linear(a_ctx, hidden, [whole("q_a", q_rank), latent])
+            self.q_a_layernorm = RMSNorm(ctx.sub("q_a_layernorm"), q_rank, LATENT_EPS)
+            self.q_b_proj = ColumnParallelLinear(ctx.sub("q_b_proj"), q_rank, heads * (nope + rope))
+        self.kv_a_layernorm = RMSNorm(ctx.sub("kv_a_layernorm"), rank, LATENT_EPS)
+        self.kv_b_proj = LatentUpProjection(ctx.sub("kv_b_proj"), heads, nope, config.v_head_dim, rank)
+        self.o_proj = RowParallelLinear(ctx.sub("o_proj"), heads * config.v_head_dim, hidden)
+        self.scale = config.scale
+        self.table = rope_table(ctx, config.rope)
+        self.cache_spec = LatentKV(rank, rope, str(ctx.dtype).removeprefix("torch."))
+        self.cache = torch.empty(0)
+        self._write = ctx.op("latent_kv_write", rank=rank, rope_dim=rope)
+        facts = {"rank": rank, "rope_dim": rope, "block_size": ctx.block_size}
+        self._decode, self._context = ctx.op("latent_decode", **facts), ctx.op("latent_context", **facts)
+        self._prefill = ctx.op("latent_prefill", nope_dim=nope, rope_dim=rope, v_dim=config.v_head_dim)
+
+    def bind_cache(self, group: int, cache: Tensor) -> None:
+        self.cache_group, self.cache = group, cache
+
+    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        metadata, config, tokens = batch.attention[self.cache_group], self.config, x.shape[0]
+        rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
+        down = self.qkv_a_proj(x)
+        q, kv = down[:, : -(rank + rope)], down[:, -(rank + rope) :]
+        if self.q_a_layernorm is not None and self.q_b_proj is not None:
+            q = self.q_b_proj(self.q_a_layernorm(q))
+        q = q.unflatten(1, (self.num_heads, config.qk_nope_head_dim + rope))
+        q_nope = q[..., : config.qk_nope_head_dim]
+        query = x.new_empty(tokens, self.num_heads, rank + rope)
+        weight, rotated = self.kv_a_layernorm.weight, config.rope.interleaved
+        self._write(q, kv, batch.positions, self.table, metadata, self.cache, weight, LATENT_EPS, rotated, query)
+        heads = x.new_empty(tokens, self.num_heads, config.v_head_dim)
+        alone = metadata.num_decodes
+        if alone:
+            self._absorb(q_nope[:alone], query[:alone])
+            latent = self._decode(query[:alone], self.cache, metadata, self.scale, rank)
+            _per_head(latent, self.kv_b_proj.value, heads[:alone])
+        if alone < tokens:
+            heads[alone:] = self._together(q_nope[alone:], query[alone:], metadata)
+        return self.o_proj(heads.flatten(1))
+
+    def _absorb(self, q_nope: Tensor, query: Tensor) -> None:
+        """Fill in queries' latent parts."""
+        _per_head(q_nope, self.kv_b_proj.key, query[..., : self.config.kv_lora_rank])
+
+    def _together(self, q_nope: Tensor, query: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """`[tokens, heads, v]` of tokens in rows with several: earlier tokens absorbed, this step's materialised.
+
+        Their keys and values are made once and used by many, which saves two thirds of the arithmetic.
+        """
+        config, rank = self.config, self.config.kv_lora_rank
+        context = lse = None
+        if metadata.max_context_len != 0:
+            self._absorb(q_nope, query)
+            latent, lse = self._context(query, self.cache, metadata, self.scale, rank)
+            context = query.new_empty(*query.shape[:2], config.v_head_dim)
+            _per_head(latent, self.kv_b_proj.value, context)
+        entries = self.cache.view(-1, self.cache.shape[-1]).index_select(0, metadata.slots[metadata.num_decodes :])
+        kv = self.kv_b_proj(entries[:, :rank])
+        return self._prefill(q_nope, query[..., rank:], kv, entries[:, rank:], metadata, self.scale, context, lse)
+
+
+def _per_head(x: Tensor, matrices: Tensor, out: Tensor) -> None:
+    """`out[:, h] = x[:, h] @ matrices[h]`; x and out `[tokens, heads, *]` may have gaps between heads."""
+    torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))

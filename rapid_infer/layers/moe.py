@@ -1,0 +1,185 @@
+"""Mixture of experts: a router, the routed experts' stacked matrices, and the experts that every token shares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rapid_infer.errors import ConfigError
+from rapid_infer.layers.batch import ForwardBatch
+from rapid_infer.layers.context import BuildContext
+from rapid_infer.layers.mlp import GatedMLP
+from rapid_infer.layers.module import LayerModule
+from rapid_infer.layers.parameter import Part, Placement
+from rapid_infer.ops.route_experts import SCORING
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """Which experts a token gets, and with which weights; see the op route_experts.
+
+    `correction_bias`: the checkpoint has a bias per expert that counts for the choice only.
+    """
+
+    num_experts: int
+    top_k: int
+    scoring: str = "softmax"
+    groups: int = 1
+    top_groups: int = 1
+    renormalize: bool = True
+    scale: float = 1.0
+    correction_bias: bool = False
+
+    def __post_init__(self) -> None:
+        """ConfigError for what cannot be routed."""
+        if self.scoring not in SCORING:
+            raise ConfigError(f"router scores by {self.scoring!r}; expected one of {', '.join(SCORING)}")
+        if self.num_experts % self.groups or not 1 <= self.top_groups <= self.groups:
+            raise ConfigError(
+                f"{self.num_experts} experts cannot be routed in {self.groups} equal groups of which "
+                f"{self.top_groups} are kept"
+            )
+        size = self.num_experts // self.groups
+        if not 1 <= self.top_k <= self.top_groups * size:
+            raise ConfigError(f"{self.top_k} experts a token, but {self.top_groups} groups of {size} are all there is")
+        if self.correction_bias and self.groups > 1 and size < 2:
+            raise ConfigError("a group is worth its two best experts, and has one")
+
+
+class Router(LayerModule):
+    """weight `[experts, hidden]` and, if there is one, e_score_correction_bias `[experts]` fp32; whole on every rank.
+
+    `slots`: see `Experts`.
+    """
+
+    def __init__(self, ctx: BuildContext, hidden_size: int, config: RouterConfig, slots: Sequence[int]) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size, dtype=ctx.dtype), requires_grad=False)
+        bias = torch.empty(config.num_experts, dtype=torch.float32) if config.correction_bias else None
+        self.register_parameter(
+            "e_score_correction_bias", None if bias is None else nn.Parameter(bias, requires_grad=False)
+        )
+        self.slots = torch.tensor(slots, dtype=torch.int32)
+        self._logits = ctx.op("router_logits")
+        self._route = ctx.op("route_experts", scoring=config.scoring, groups=config.groups)
+
+    def forward(self, x: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(weights fp32, slots int32), both `[tokens, top_k]`."""
+        config = self.config
+        return self._route(
+            self._logits(x, self.weight),
+            self.e_score_correction_bias,
+            live,
+            self.slots,
+            config.top_k,
+            config.groups,
+            config.top_groups,
+            config.scoring,
+            config.renormalize,
+            config.scale,
+        )
+
+
+class ExpertMatrices(LayerModule):
+    """weight `[local experts, parts * out, in]`: one matrix of each expert, part after part.
+
+    `slots[e]` is where expert e is kept, below zero when another rank has it. A tensor of one expert is cut along `out`
+    over the tensor-parallel ranks, or along `in` with `cut_input`; a tensor of all experts likewise.
+    """
+
+    def __init__(
+        self,
+        ctx: BuildContext,
+        slots: Sequence[int],
+        names: tuple[Part, ...],
+        out_features: int,
+        in_features: int,
+        cut_input: bool,
+    ) -> None:
+        super().__init__()
+        self.slots, self.names, self.cut_input = tuple(slots), names, cut_input
+        self.full = (out_features, in_features)
+        tp = ctx.parallel
+        self.local = tp.split(in_features if cut_input else out_features, f"{ctx.name} features of an expert")
+        self.start = tp.tp_rank * self.local
+        out, inputs = (out_features, self.local) if cut_input else (self.local, in_features)
+        count = sum(slot >= 0 for slot in slots)
+        empty = torch.empty(count, len(names) * out, inputs, dtype=ctx.dtype)
+        self.weight = nn.Parameter(empty, requires_grad=False)
+
+    def parts(self, leaf: str) -> tuple[Part, ...]:
+        return self.names
+
+    def placement(self, leaf: str, part: Part, expert: int | None = None) -> Placement | None:
+        if leaf != "weight" or part not in self.names or (expert is not None and expert >= len(self.slots)):
+            raise KeyError(leaf)
+        mine = slice(self.start, self.start + self.local)
+        offset = self.names.index(part) * self.local
+        source, target = (slice(None), mine), (slice(None), slice(None))
+        if not self.cut_input:
+            source, target = (mine, slice(None)), (slice(offset, offset + self.local), slice(None))
+        if expert is not None:
+            slot = self.slots[expert]
+            return None if slot < 0 else Placement(self.weight, self.full, source, (slot, *target))
+        shape = (len(self.slots), *self.full)
+        here = self._run_of_experts()
+        return Placement(self.weight, shape, (here, *source), (slice(None), *target))
+
+    def _run_of_experts(self) -> slice:
+        """The experts kept here, which must stand in order and side by side to be read from one tensor."""
+        here = [expert for expert, slot in enumerate(self.slots) if slot >= 0]
+        run = slice(here[0], here[-1] + 1)
+        if [self.slots[expert] for expert in range(run.start, run.stop)] != list(range(len(here))):
+            raise KeyError("weight")
+        return run
+
+
+class Experts(nn.Module):
+    """The routed experts of this rank: gate_up_proj `[local, 2 * size, hidden]`, down_proj `[local, hidden, size]`.
+
+    `slots` maps each expert to its place in them (logical to physical), below zero for one that another rank keeps.
+    """
+
+    def __init__(self, ctx: BuildContext, hidden_size: int, intermediate_size: int, slots: Sequence[int]) -> None:
+        super().__init__()
+        up, down = ctx.sub("gate_up_proj"), ctx.sub("down_proj")
+        self.gate_up_proj = ExpertMatrices(up, slots, (0, 1), intermediate_size, hidden_size, cut_input=False)
+        self.down_proj = ExpertMatrices(down, slots, (None,), hidden_size, intermediate_size, cut_input=True)
+
+
+class MoE(LayerModule):
+    """`sum of weight * expert(x) over a token's experts + shared_experts(x)`; x and result `[tokens, hidden]`.
+
+    Named as checkpoints name them: `gate`, `experts`, `shared_experts` (None without `shared_size`). The routed and the
+    shared part are added first and summed over the ranks once.
+    """
+
+    def __init__(
+        self,
+        ctx: BuildContext,
+        hidden_size: int,
+        intermediate_size: int,
+        router: RouterConfig,
+        shared_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.parallel = ctx.parallel
+        slots = range(router.num_experts)
+        self.gate = Router(ctx.sub("gate"), hidden_size, router, slots)
+        self.experts = Experts(ctx.sub("experts"), hidden_size, intermediate_size, slots)
+        self.shared_experts: GatedMLP | None = None
+        if shared_size is not None:
+            self.shared_experts = GatedMLP(ctx.sub("shared_experts"), hidden_size, shared_size, reduce=False)
+        self._run = ctx.op(
+            "fused_experts", experts=len(slots), hidden_size=hidden_size, intermediate_size=intermediate_size
+        )
+
+    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        weights, slots = self.gate(x, batch.live)
+        shared = None if self.shared_experts is None else self.shared_experts(x)
+        gate_up, down = self.experts.gate_up_proj.weight, self.experts.down_proj.weight
+        return self.parallel.all_reduce(self._run(x, gate_up, down, weights, slots, shared))

@@ -1,0 +1,73 @@
+"""Multi-head latent attention's write: norm the latent, rotate the shared key and the queries' rope part, cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.registry import Case, op
+from rapid_infer.ops.rms_norm import _normalize
+from rapid_infer.ops.rope_kv_write import rotate, slots_only
+
+
+def _inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device).to(dtype)
+
+    for heads, nope, rank, rope, interleaved in ((4, 16, 32, 8, True), (3, 8, 24, 16, False), (20, 32, 64, 64, True)):
+        tokens, blocks, size = 9, 5, 4
+        angle = torch.rand(64, rope // 2, device=device)
+        yield Case(
+            {
+                "q": rand(tokens, heads, nope + rope),
+                "kv": rand(tokens, rank + rope),
+                "positions": torch.randint(64, (tokens,), device=device),
+                "cos_sin": torch.cat((angle.cos(), angle.sin()), -1),
+                "metadata": slots_only(torch.randperm(blocks * size, device=device)[:tokens]),
+                "cache": rand(blocks, size, rank + rope),
+                "weight": rand(rank),
+                "eps": 1e-6,
+                "interleaved": interleaved,
+                "query": rand(tokens, heads, rank + rope),
+            },
+            {"rank": rank, "rope_dim": rope},
+        )
+
+
+@op(inputs=_inputs, mutates=("cache", "query"))
+def latent_kv_write(
+    q: Tensor,
+    kv: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    metadata: AttentionMetadata,
+    cache: Tensor,
+    weight: Tensor,
+    eps: float,
+    interleaved: bool,
+    query: Tensor,
+) -> None:
+    """Write `[RMSNorm(latent) | rotated key]` to each token's slot, and each head's rotated rope part to `query`.
+
+    q          `[tokens, heads, nope + rope]`; its last `rope` features are rotated, the others not looked at
+    kv         `[tokens, rank + rope]`: the latent, then the key that all heads share. q and kv may have gaps between
+               rows
+    positions  `[tokens]` int64
+    cos_sin    `[positions, rope]` fp32, cosines in the first half
+    metadata   its `slots` say where each token goes
+    cache      `[blocks, block_size, rank + rope]`, written in place
+    weight     `[rank]` of the norm
+    query      `[tokens, heads, rank + rope]`, contiguous; its last `rope` features are written in place
+
+    Source: DeepSeek-AI 2024 (DeepSeek-V2), section 2.1.
+    """
+    rank, rope = weight.shape[0], cos_sin.shape[-1]
+    cos, sin = cos_sin[positions].chunk(2, dim=-1)
+    latent, key = kv.split((rank, rope), dim=-1)
+    turned = rotate(key.unsqueeze(1), cos, sin, interleaved).squeeze(1)
+    entry = torch.cat((_normalize(latent, weight, eps), turned), dim=-1)
+    cache.view(-1, rank + rope)[metadata.slots] = entry.to(cache.dtype)
+    query[..., rank:] = rotate(q[..., -rope:], cos, sin, interleaved)

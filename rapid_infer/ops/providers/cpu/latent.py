@@ -1,0 +1,30 @@
+"""Attention over cached latents: one gathered key matrix for all heads, two products and a softmax.
+
+torch's own attention has no fast path on a CPU where keys and values differ in size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.providers.cpu.attention import attention_plan
+from rapid_infer.ops.providers.cpu.facts import not_on_cpu
+from rapid_infer.ops.registry import register
+
+
+@register("latent_decode", "cpu", priority=10, supports=not_on_cpu)
+def latent_decode(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, rank: int) -> Tensor:
+    """Rows of like length together."""
+    plan = attention_plan(metadata, cache.shape[1], q.dtype)
+    flat = cache.view(-1, q.shape[-1])
+    out = torch.empty(*q.shape[:2], rank, dtype=q.dtype)
+    for part in plan.decode:
+        keys = flat[part.run] if part.run is not None else flat.index_select(0, part.slots)
+        keys = keys.view(len(part.rows), -1, q.shape[-1])
+        scores = torch.bmm(q[part.rows], keys.transpose(1, 2)).float().mul_(scale)
+        if part.hidden is not None:
+            scores += part.hidden[:, 0]
+        out[part.rows] = torch.bmm(scores.softmax(-1).to(q.dtype), keys[..., :rank])
+    return out

@@ -1,0 +1,86 @@
+"""The experts of a layer in four kernels: sort, gate and up with SiLU-and-mul, down, and the weighted sum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from rapid_infer.ops.providers.triton.experts_kernels import combine_kernel, down_kernel, gate_up_kernel
+from rapid_infer.ops.providers.triton.experts_plan import experts_plan
+from rapid_infer.ops.providers.triton.launch import options
+
+TILES_SHARING = 8
+"""Tiles of one expert that read a block of its weight one after another."""
+COMBINED = 1024
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Choices and outputs of a program, and the inputs it takes at a time; `up` for gate and up, `down` for down."""
+
+    up: tuple[int, int]
+    down: tuple[int, int]
+    warps: int
+    stages: int
+
+
+# By choices of a tile. Few choices: bound by memory, many small programs; many: by arithmetic.
+TILES = {
+    16: Tile(up=(32, 128), down=(32, 128), warps=4, stages=4),
+    32: Tile(up=(64, 64), down=(64, 128), warps=4, stages=4),
+    64: Tile(up=(64, 64), down=(128, 64), warps=4, stages=4),
+    128: Tile(up=(128, 64), down=(256, 64), warps=8, stages=3),
+}
+EXACT = Tile(up=(32, 32), down=(32, 32), warps=4, stages=2)
+"""fp32 is multiplied without tensor cores, from registers, where more would not fit."""
+
+
+def choices_per_tile(choices: int, experts: int) -> int:
+    """The smallest tile that holds an expert's share if choices are even."""
+    return next((tile for tile in TILES if tile * experts >= choices), max(TILES))
+
+
+def fused_experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, slots: Tensor, shared: Tensor | None
+) -> Tensor:
+    """Reads no tensor on the host and adds without atomics, so it can be captured and gives the same bits each time."""
+    tokens, top_k = slots.shape
+    experts, hidden, size = down.shape
+    if not (gate_up.is_contiguous() and down.is_contiguous() and slots.is_contiguous() and weights.is_contiguous()):
+        raise ValueError("expert matrices, weights and slots must be contiguous")
+    out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
+    if not tokens:
+        return out
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    exact, alone, choices = x.dtype == torch.float32, tokens == 1, tokens * top_k
+    per_tile = 16 if exact or alone else choices_per_tile(choices, experts)
+    tile = EXACT if exact else TILES[per_tile]
+    if alone:
+        tiles, tables = choices, (slots,) * 4
+    else:
+        plan = experts_plan(slots, experts, per_tile)
+        tiles, tables = plan.tiles, (plan.order, plan.expert, plan.first, plan.last)
+    inner = torch.empty(choices, size, dtype=x.dtype, device=x.device)
+    values = torch.empty(choices, hidden, dtype=x.dtype, device=x.device)
+    shared_options = {"M": per_tile, "GROUP": TILES_SHARING, "ALONE": alone, "num_warps": tile.warps}
+    shared_options |= {"num_stages": tile.stages, **options(x)}
+    n, k = tile.up
+    gate_up_kernel[(tiles * triton.cdiv(size, n),)](
+        x, gate_up, inner, slots, *tables, x.stride(0), tiles, size, hidden,
+        TOP_K=top_k, N=n, K=k, EVEN_K=hidden % k == 0, **shared_options,
+    )  # fmt: skip
+    n, k = tile.down
+    down_kernel[(tiles * triton.cdiv(hidden, n),)](
+        inner, down, values, slots, *tables, tiles, size, hidden,
+        N=n, K=k, EVEN_K=size % k == 0, **shared_options,
+    )  # fmt: skip
+    block = min(triton.next_power_of_2(hidden), COMBINED)
+    combine_kernel[(tokens, triton.cdiv(hidden, block))](
+        values, weights, slots, shared if shared is not None else x, out,
+        shared.stride(0) if shared is not None else 0, hidden,
+        TOP_K=top_k, BLOCK=block, SHARED=shared is not None, num_warps=4, **options(x),
+    )  # fmt: skip
+    return out

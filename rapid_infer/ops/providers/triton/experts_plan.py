@@ -1,0 +1,97 @@
+"""Which rows of work belong to which expert: tokens' choices sorted by expert and cut into tiles, on the device.
+
+A choice is one of a token's `top_k` experts, numbered `token * top_k + k`. An expert's choices stand one after another
+in their own order, and its tiles take `tile` of them each; the last may take fewer. Launches go by the most tiles that
+there can be, so nothing depends on how tokens choose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
+
+CHOICES_AT_ONCE = 4096
+TILES_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class ExpertsPlan:
+    """Of `choices` choices in at most `tiles` tiles.
+
+    order   `[choices]` int32: the choice at each sorted place
+    expert  `[tiles]` int32, -1 for a tile that is not needed
+    first, last  `[tiles]` int32: the tile's sorted places, `first` to before `last`
+    """
+
+    tiles: int
+    order: Tensor
+    expert: Tensor
+    first: Tensor
+    last: Tensor
+
+
+@triton.jit
+def _sort_kernel(
+    slots_ptr, order_ptr, expert_ptr, first_ptr, last_ptr, choices, experts, tiles,
+    EXPERTS_PAD: tl.constexpr, TILE: tl.constexpr, CHOICES: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program per expert counts all of them, to find its own place without waiting for another; one more program
+    marks the tiles that are left over.
+    """
+    start_next(PDL)
+    wait_previous(PDL)
+    expert = tl.program_id(0)
+    bins = tl.arange(0, EXPERTS_PAD)
+    counts = tl.zeros([EXPERTS_PAD], tl.int32)
+    for at in range(0, choices, CHOICES):
+        choice = at + tl.arange(0, CHOICES)
+        slot = tl.load(slots_ptr + choice, mask=choice < choices, other=-1)
+        counts += tl.histogram(slot, EXPERTS_PAD, mask=slot >= 0)
+    place = tl.sum(tl.where(bins < expert, counts, 0))
+    first_tile = tl.sum(tl.where(bins < expert, (counts + TILE - 1) // TILE, 0))
+    if expert == experts:
+        for at in range(first_tile, tiles, TILES):
+            tile = at + tl.arange(0, TILES)
+            tl.store(expert_ptr + tile, tl.full([TILES], -1, tl.int32), mask=tile < tiles)
+    else:
+        end = place + tl.sum(tl.where(bins == expert, counts, 0))
+        for at in range(0, (end - place + TILE - 1) // TILE, TILES):
+            nth = at + tl.arange(0, TILES)
+            mine = place + nth * TILE < end
+            tl.store(expert_ptr + first_tile + nth, tl.full([TILES], 0, tl.int32) + expert, mask=mine)
+            tl.store(first_ptr + first_tile + nth, place + nth * TILE, mask=mine)
+            tl.store(last_ptr + first_tile + nth, tl.minimum(place + (nth + 1) * TILE, end), mask=mine)
+        for at in range(0, choices, CHOICES):
+            choice = at + tl.arange(0, CHOICES)
+            hit = (tl.load(slots_ptr + choice, mask=choice < choices, other=-1) == expert).to(tl.int32)
+            tl.store(order_ptr + place + tl.cumsum(hit) - 1, choice, mask=hit > 0)
+            place += tl.sum(hit)
+
+
+def most_tiles(choices: int, experts: int, tile: int) -> int:
+    """Each expert that is chosen at all may leave one tile that is not full."""
+    return choices // tile + min(choices, experts)
+
+
+def experts_plan(slots: Tensor, experts: int, tile: int) -> ExpertsPlan:
+    """`slots` `[tokens, top_k]` int32, contiguous; below zero for no expert."""
+    choices = slots.numel()
+    tiles = most_tiles(choices, experts, tile)
+
+    def empty(size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.int32, device=slots.device)
+
+    plan = ExpertsPlan(tiles, empty(choices), empty(tiles), empty(tiles), empty(tiles))
+    at_once = min(triton.next_power_of_2(choices), CHOICES_AT_ONCE)
+    _sort_kernel[(experts + 1,)](
+        slots, plan.order, plan.expert, plan.first, plan.last, choices, experts, tiles,
+        EXPERTS_PAD=max(triton.next_power_of_2(experts), 16), TILE=tile, CHOICES=at_once, TILES=TILES_AT_ONCE,
+        num_warps=4 if at_once <= 1024 else 8, **options(slots),
+    )  # fmt: skip
+    return plan

@@ -1,0 +1,103 @@
+"""Latent attention of rows with one token: a program per slice of the work (see attention_plan) and block of heads.
+
+All heads share the keys, so they go together as the rows of one matrix.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.providers.triton.attention_decode import COMBINED_AT_ONCE, combine, write_row
+from rapid_infer.ops.providers.triton.attention_plan import decode_plan, row_part
+from rapid_infer.ops.providers.triton.latent_tile import attend_latent, check_strides, latent_shape, load_query
+from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
+
+MOST_HEADS = 64
+"""In a program: their results stay in registers."""
+FP32_HEADS = 16
+STAGES = 3
+
+
+@triton.jit(do_not_specialize=["table_ptr", "rows_ptr", "seq_lens_ptr"])
+def _decode_kernel(
+    q_ptr, cache_ptr, out_ptr, table_ptr, rows_ptr, seq_lens_ptr,
+    first_ptr, slice_row_ptr, quota_ptr, arrived_ptr, partial_ptr, stats_ptr,
+    q_stride, q_head_stride, table_stride, block_stride, token_stride, scale,
+    HEAD_BLOCKS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    RANK: tl.constexpr, RANK_PAD: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROW_COST: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    start_next(PDL)
+    slice = tl.program_id(0) // HEAD_BLOCKS
+    block = tl.program_id(0) % HEAD_BLOCKS
+    M: tl.constexpr = max(GROUP_PAD, 16)
+    group = tl.arange(0, M)
+    index = tl.arange(0, RANK_PAD)
+    wait_previous(PDL)
+    quota = tl.load(quota_ptr)
+    first_row = tl.load(slice_row_ptr + slice)
+    last_row = tl.load(slice_row_ptr + slice + 1)
+    for row in range(first_row, last_row + 1):
+        keys = tl.load(seq_lens_ptr + row)
+        table = table_ptr + tl.load(rows_ptr + row) * table_stride
+        at = row * q_stride + (block * GROUP + group) * q_head_stride
+        q_latent, q_rope = load_query(q_ptr, at, group < GROUP, RANK, RANK_PAD, ROPE, ROPE_PAD)
+        begin, end, first_slice, slices = row_part(first_ptr, row, slice, quota, ROW_COST)
+        if begin < end:
+            acc, top, total = attend_latent(
+                tl.zeros([M, RANK_PAD], tl.float32),
+                tl.full([M], float("-inf"), tl.float32),
+                tl.zeros([M], tl.float32),
+                q_latent, q_rope, tl.full([M], 0, tl.int32) + keys - 1, cache_ptr, table,
+                begin * TILE, tl.minimum(end * TILE, keys), keys, block_stride, token_stride, scale,
+                RANK, RANK_PAD, ROPE, ROPE_PAD, TILE, BLOCK_SIZE, True,
+            )  # fmt: skip
+            if slices == 1:
+                write_row(
+                    acc, top, total, out_ptr, out_ptr, q_ptr, row, block, group,
+                    HEAD_BLOCKS, GROUP, RANK, RANK_PAD, False, False,
+                )  # fmt: skip
+            else:
+                place = (slice * 2 + (slice == first_slice).to(tl.int32)) * HEAD_BLOCKS + block
+                to = partial_ptr + (place * GROUP + group)[:, None] * RANK_PAD + index[None, :]
+                tl.store(to, acc, mask=(group < GROUP)[:, None])
+                stats = stats_ptr + place * (2 * GROUP) + group
+                tl.store(stats, top, mask=group < GROUP)
+                tl.store(stats + GROUP, total, mask=group < GROUP)
+                # All threads' results before the one that counts, which publishes them.
+                tl.debug_barrier()
+                arrived = arrived_ptr + first_slice * HEAD_BLOCKS + block
+                if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == slices - 1:
+                    tl.store(arrived, 0)
+                    row_acc, row_top, row_total = combine(
+                        partial_ptr, stats_ptr, first_slice, slices, block,
+                        HEAD_BLOCKS, GROUP, GROUP_PAD, RANK_PAD, COUNT,
+                    )  # fmt: skip
+                    write_row(
+                        row_acc, row_top, row_total, out_ptr, out_ptr, q_ptr, row, block, tl.arange(0, GROUP_PAD),
+                        HEAD_BLOCKS, GROUP, RANK, RANK_PAD, False, False,
+                    )  # fmt: skip
+
+
+def latent_decode(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, rank: int) -> Tensor:
+    """Reads no tensor on the host, so it can be captured in a CUDA graph; a token without keys gets zeros."""
+    q = check_strides(q, cache)
+    out = torch.empty(*q.shape[:2], rank, dtype=q.dtype, device=q.device)
+    if not len(q):
+        return out
+    shape = latent_shape(q, cache, scale, rank, FP32_HEADS if q.dtype == torch.float32 else MOST_HEADS)
+    group_pad, rank_pad = triton.next_power_of_2(shape.group), shape.constants["RANK_PAD"]
+    plan = decode_plan(metadata, shape.head_blocks, shape.group, rank_pad, shape.constants["TILE"], None)
+    _decode_kernel[(plan.slices * shape.head_blocks,)](
+        q, cache, out, metadata.block_table, metadata.rows, metadata.seq_lens,
+        plan.first, plan.slice_row, plan.quota, plan.arrived, plan.partial, plan.stats,
+        q.stride(0), q.stride(1), metadata.block_table.stride(0), cache.stride(0), cache.stride(1),
+        HEAD_BLOCKS=shape.head_blocks, GROUP=shape.group, GROUP_PAD=group_pad, ROW_COST=plan.row_cost,
+        COUNT=max(COMBINED_AT_ONCE // (group_pad * rank_pad), 1),
+        num_warps=4 if group_pad <= 16 else 8, num_stages=STAGES, **shape.constants, **options(q),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,160 @@
+"""Latent attention among a step's tokens: a program per head and tile of a row's tokens.
+
+The softmax starts from what attention to earlier tokens gave, so the two parts need no kernel to be put together.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.providers.triton.attention_tile import matmul, score_scales
+from rapid_infer.ops.providers.triton.launch import num_multiprocessors, options, start_next, wait_previous
+
+QUERIES = 128
+"""Tokens of a tile."""
+FEW_QUERIES = 64
+"""The same where larger tiles would leave multiprocessors without work."""
+TILE = 64
+"""Keys."""
+FP32_QUERIES = FP32_TILE = 16
+STAGES = 3
+_ROWS_AT_ONCE = 128
+_LOG2E = tl.constexpr(math.log2(math.e))
+
+
+@triton.jit
+def _attend(
+    acc, top, total, q_nope, q_rope, position, kv_ptr, key_ptr, begin, end, kv_stride, key_stride, scale,
+    NOPE: tl.constexpr, NOPE_PAD: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr,
+    V: tl.constexpr, V_PAD: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Take the row's tokens `begin .. end` in; without MASKED they are whole tiles that every query sees."""
+    nope, rope, v_at = tl.arange(0, NOPE_PAD), tl.arange(0, ROPE_PAD), tl.arange(0, V_PAD)
+    for first in range(begin, end, TILE):
+        token = first + tl.arange(0, TILE)
+        kv, shared = kv_ptr + token[:, None] * kv_stride, key_ptr + token[:, None] * key_stride
+        if MASKED or NOPE < NOPE_PAD or ROPE < ROPE_PAD or V < V_PAD:
+            inside = (token < end)[:, None]
+            k_nope = tl.load(kv + nope[None, :], mask=inside & (nope < NOPE)[None, :], other=0.0)
+            k_rope = tl.load(shared + rope[None, :], mask=inside & (rope < ROPE)[None, :], other=0.0)
+            v = tl.load(kv + NOPE + v_at[None, :], mask=inside & (v_at < V)[None, :], other=0.0)
+        else:
+            k_nope = tl.load(kv + nope[None, :])
+            k_rope = tl.load(shared + rope[None, :])
+            v = tl.load(kv + NOPE + v_at[None, :])
+        score = matmul(q_nope, tl.trans(k_nope), tl.zeros([q_nope.shape[0], TILE], tl.float32))
+        score = matmul(q_rope, tl.trans(k_rope), score) * scale
+        if MASKED:
+            score = tl.where(token[None, :] <= position[:, None], score, float("-inf"))
+        # Token 0 is in the first tile and seen by all, so from there on a highest score exists.
+        higher = tl.maximum(top, tl.max(score, 1))
+        weight = tl.exp2(score - higher[:, None])
+        shrink = tl.exp2(top - higher)
+        total = total * shrink + tl.sum(weight, 1)
+        acc = matmul(weight.to(v.dtype), v, acc * shrink[:, None])
+        top = higher
+    return acc, top, total
+
+
+@triton.jit(do_not_specialize=["start_ptr", "decodes", "rows"])
+def _prefill_kernel(
+    q_nope_ptr, q_rope_ptr, kv_ptr, key_ptr, context_ptr, context_lse_ptr, out_ptr, start_ptr, decodes, rows,
+    nope_stride, nope_head_stride, rope_stride, rope_head_stride, kv_stride, kv_head_stride, key_stride, scale,
+    HEADS: tl.constexpr, M: tl.constexpr, NOPE: tl.constexpr, NOPE_PAD: tl.constexpr,
+    ROPE: tl.constexpr, ROPE_PAD: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr,
+    TILE: tl.constexpr, ROWS: tl.constexpr, CONTEXT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    start_next(PDL)
+    head = tl.program_id(0)
+    # Late tiles of a row have the most keys and start first.
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    wait_previous(PDL)
+    # Row i's tiles start at its first token / M + i: never fewer than it needs, and at most one more.
+    start_ptr += decodes
+    starting = 0
+    for at in range(0, rows, ROWS):
+        nth = at + tl.arange(0, ROWS)
+        start = tl.load(start_ptr + nth, mask=nth < rows, other=0) - decodes
+        starting += tl.sum(((start // M + nth <= tile) & (nth < rows)).to(tl.int32))
+    row = starting - 1
+    start = tl.load(start_ptr + row) - decodes
+    queries = tl.load(start_ptr + row + 1) - decodes - start
+    before = (tile - start // M - row) * M
+    if before >= queries:
+        return
+    position = before + tl.arange(0, M)
+    exists = position < queries
+    at = (start + position).to(tl.int64)
+    nope, rope, v_at = tl.arange(0, NOPE_PAD), tl.arange(0, ROPE_PAD), tl.arange(0, V_PAD)
+    q_nope = tl.load(
+        q_nope_ptr + (at * nope_stride)[:, None] + head * nope_head_stride + nope[None, :],
+        mask=exists[:, None] & (nope < NOPE)[None, :], other=0.0,
+    )  # fmt: skip
+    q_rope = tl.load(
+        q_rope_ptr + (at * rope_stride)[:, None] + head * rope_head_stride + rope[None, :],
+        mask=exists[:, None] & (rope < ROPE)[None, :], other=0.0,
+    )  # fmt: skip
+    place = at * HEADS + head
+    real = exists[:, None] & (v_at < V)[None, :]
+    acc = tl.zeros([M, V_PAD], tl.float32)
+    top = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    if CONTEXT:
+        top = tl.load(context_lse_ptr + place, mask=exists, other=float("-inf")) * _LOG2E
+        # Already divided by its denominator, which `top` therefore stands for as a single weight.
+        total = tl.where(top > float("-inf"), 1.0, 0.0)
+        acc = tl.load(context_ptr + place[:, None] * V + v_at[None, :], mask=real, other=0.0).to(tl.float32)
+    kv_ptr += start.to(tl.int64) * kv_stride + head * kv_head_stride
+    key_ptr += start.to(tl.int64) * key_stride
+    full = (before + 1) // TILE * TILE
+    end = tl.minimum(before + M, queries)
+    acc, top, total = _attend(
+        acc, top, total, q_nope, q_rope, position, kv_ptr, key_ptr, full * 0, full, kv_stride, key_stride, scale,
+        NOPE, NOPE_PAD, ROPE, ROPE_PAD, V, V_PAD, TILE, False,
+    )  # fmt: skip
+    acc, top, total = _attend(
+        acc, top, total, q_nope, q_rope, position, kv_ptr, key_ptr, full, end, kv_stride, key_stride, scale,
+        NOPE, NOPE_PAD, ROPE, ROPE_PAD, V, V_PAD, TILE, True,
+    )  # fmt: skip
+    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + place[:, None] * V + v_at[None, :], out, mask=real)
+
+
+def latent_prefill(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    kv: Tensor,
+    key: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    context: Tensor | None,
+    context_lse: Tensor | None,
+) -> Tensor:
+    """Reads no tensor on the host. Features of each argument must lie side by side."""
+    tokens, heads, nope = q_nope.shape
+    rope, v, decodes = q_rope.shape[-1], kv.shape[-1] - nope, metadata.num_decodes
+    if any(t.stride(-1) != 1 for t in (q_nope, q_rope, kv, key)):
+        raise ValueError("features of queries, keys and values must lie side by side")
+    out = torch.empty(tokens, heads, v, dtype=q_nope.dtype, device=q_nope.device)
+    if not tokens:
+        return out
+    exact, rows = q_nope.dtype == torch.float32, metadata.seq_lens.shape[0] - decodes
+    many = tokens * heads > QUERIES * num_multiprocessors(q_nope.device)
+    m = FP32_QUERIES if exact else QUERIES if many else FEW_QUERIES
+    _prefill_kernel[(heads, tokens // m + rows)](
+        q_nope, q_rope, kv, key, context.contiguous() if context is not None else out,
+        context_lse.contiguous() if context_lse is not None else out, out, metadata.query_start, decodes, rows,
+        q_nope.stride(0), q_nope.stride(1), q_rope.stride(0), q_rope.stride(1), kv.stride(0), kv.stride(1),
+        key.stride(0), score_scales(scale, None)["scale"],
+        HEADS=heads, M=m, NOPE=nope, NOPE_PAD=max(triton.next_power_of_2(nope), 16),
+        ROPE=rope, ROPE_PAD=max(triton.next_power_of_2(rope), 16), V=v, V_PAD=max(triton.next_power_of_2(v), 16),
+        TILE=FP32_TILE if exact else TILE, ROWS=_ROWS_AT_ONCE, CONTEXT=context is not None,
+        num_warps=8 if m == QUERIES else 4, num_stages=STAGES, **options(q_nope),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,112 @@
+"""What decode and prefill of latent attention share: the online softmax over tiles of cached latents.
+
+A tile is read once and used twice, as keys and as values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rapid_infer.ops.providers.triton.attention_tile import load_blocks, matmul, score_scales
+
+TILE = 32
+"""Keys; of 576 values each, 36 KiB in 16 bits."""
+FP32_TILE = 16
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """Constants of both kernels, as they take them, and how the heads are cut: `head_blocks` of `group` heads each."""
+
+    head_blocks: int
+    group: int
+    constants: dict[str, Any]
+
+
+def check_strides(q: Tensor, cache: Tensor) -> Tensor:
+    """q, with features side by side. ValueError for a cache whose entries have gaps."""
+    if cache.stride(-1) != 1:
+        raise ValueError(f"a cached entry's features must lie side by side, got strides {cache.stride()}")
+    return q if q.stride(-1) == 1 else q.contiguous()
+
+
+def latent_shape(q: Tensor, cache: Tensor, scale: float, rank: int, most_heads: int) -> LatentShape:
+    """For q `[tokens, heads, rank + rope]`, at most `most_heads` in a program."""
+    heads, width = q.shape[1:]
+    blocks = next(n for n in range(-(-heads // most_heads), heads + 1) if heads % n == 0)
+    constants = {
+        "scale": score_scales(scale, None)["scale"],
+        "RANK": rank,
+        "RANK_PAD": max(triton.next_power_of_2(rank), 16),
+        "ROPE": width - rank,
+        "ROPE_PAD": max(triton.next_power_of_2(width - rank), 16),
+        "TILE": FP32_TILE if q.element_size() > 2 else TILE,
+        "BLOCK_SIZE": cache.shape[1],
+    }
+    return LatentShape(blocks, heads // blocks, constants)
+
+
+@triton.jit
+def load_query(
+    q_ptr, at, exists, RANK: tl.constexpr, RANK_PAD: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr
+):
+    """(`[M, RANK_PAD]`, `[M, ROPE_PAD]`) of the queries that start at `at` `[M]`."""
+    index, turned = tl.arange(0, RANK_PAD), tl.arange(0, ROPE_PAD)
+    latent = tl.load(
+        q_ptr + at[:, None] + index[None, :], mask=exists[:, None] & (index < RANK)[None, :], other=0.0
+    )  # fmt: skip
+    rope = tl.load(
+        q_ptr + at[:, None] + RANK + turned[None, :], mask=exists[:, None] & (turned < ROPE)[None, :], other=0.0
+    )  # fmt: skip
+    return latent, rope
+
+
+@triton.jit
+def attend_latent(
+    acc, top, total, q_latent, q_rope, position, cache_ptr, table_ptr, begin, end, keys, block_stride, token_stride,
+    scale,
+    RANK: tl.constexpr, RANK_PAD: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Take the keys `begin .. end` of a row that has `keys` into (acc `[M, RANK_PAD]`, top `[M]`, total `[M]`).
+
+    Queries stand at `position` `[M]`; `begin` is a multiple of TILE. Without MASKED every query sees all of them.
+    """
+    index, turned = tl.arange(0, RANK_PAD), tl.arange(0, ROPE_PAD)
+    blocks = load_blocks(table_ptr, begin, keys, TILE, BLOCK_SIZE)
+    for first in range(begin, end, TILE):
+        key = first + tl.arange(0, TILE)
+        slot = (first % BLOCK_SIZE + tl.arange(0, TILE)) if BLOCK_SIZE % TILE == 0 else key % BLOCK_SIZE
+        entry = cache_ptr + (blocks.to(tl.int64) * block_stride + slot * token_stride)[:, None]
+        blocks = load_blocks(table_ptr, first + TILE, keys, TILE, BLOCK_SIZE)
+        if MASKED:
+            # Slots past the last key may hold NaN, which a weight of zero does not hide.
+            inside = (key < keys)[:, None]
+            latent = tl.load(entry + index[None, :], mask=inside & (index < RANK)[None, :], other=0.0)
+            rope = tl.load(entry + RANK + turned[None, :], mask=inside & (turned < ROPE)[None, :], other=0.0)
+        elif RANK < RANK_PAD or ROPE < ROPE_PAD:
+            latent = tl.load(entry + index[None, :], mask=(index < RANK)[None, :], other=0.0)
+            rope = tl.load(entry + RANK + turned[None, :], mask=(turned < ROPE)[None, :], other=0.0)
+        else:
+            latent = tl.load(entry + index[None, :])
+            rope = tl.load(entry + RANK + turned[None, :])
+        score = matmul(q_latent, tl.trans(latent), tl.zeros([q_latent.shape[0], TILE], tl.float32))
+        score = matmul(q_rope, tl.trans(rope), score) * scale
+        if MASKED:
+            score = tl.where(key[None, :] <= position[:, None], score, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, 1))
+        base = higher
+        if MASKED:
+            # A query that has seen no key yet: minus infinity less itself would be NaN.
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp2(score - base[:, None])
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(weight, 1)
+        acc = matmul(weight.to(latent.dtype), latent, acc * shrink[:, None])
+        top = higher
+    return acc, top, total

@@ -1,0 +1,107 @@
+"""A router's scores, and the choice of experts from them: one program per token, all in registers."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
+from rapid_infer.ops.providers.triton.linear import chosen, product
+from rapid_infer.ops.router_logits import router_logits as reference
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    config = chosen(x, weight)
+    return reference(x, weight) if config is None else product(x, weight, config, torch.float32)
+
+
+@triton.jit
+def _first(x, highest, where, exists, LAST: tl.constexpr):
+    """The lowest of the places `where` that hold `highest`; LAST when none does, as with NaN."""
+    return tl.min(tl.min(tl.where((x == highest) & exists, where, LAST), 1), 0)
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr, bias_ptr, live_ptr, slots_ptr, weights_ptr, out_ptr, stride, scale,
+    EXPERTS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
+    TOP_K: tl.constexpr, TOP_K_PAD: tl.constexpr, TOP_GROUPS: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr,
+    LIVE: tl.constexpr, RENORMALIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Scores stand as `[groups, experts of a group]`, both padded to powers of two."""
+    start_next(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    group, member = tl.arange(0, GROUPS_PAD), tl.arange(0, SIZE_PAD)
+    expert = group[:, None] * SIZE + member[None, :]
+    exists = (group < GROUPS)[:, None] & (member < SIZE)[None, :]
+    wait_previous(PDL)
+    logits = tl.load(logits_ptr + token * stride + expert, mask=exists, other=float("-inf"))
+    if SIGMOID:
+        score = tl.sigmoid(logits)
+    else:
+        score = tl.exp(logits - tl.max(tl.max(logits, 1), 0))
+        score = score / tl.sum(tl.sum(score, 1), 0)
+    choice = score
+    if BIAS:
+        choice += tl.load(bias_ptr + expert, mask=exists, other=0.0)
+    choice = tl.where(exists, choice, float("-inf"))
+    if TOP_GROUPS < GROUPS:
+        worth = tl.max(choice, 1)
+        if BIAS:
+            best = tl.min(tl.where(choice == worth[:, None], member[None, :], SIZE_PAD), 1)
+            worth += tl.max(tl.where(member[None, :] == best[:, None], float("-inf"), choice), 1)
+        kept = group < 0
+        for _ in tl.static_range(TOP_GROUPS):
+            at = tl.min(tl.where(worth == tl.max(worth, 0), group, GROUPS_PAD), 0)
+            kept = kept | (group == at)
+            worth = tl.where(group == at, float("-inf"), worth)
+        choice = tl.where(kept[:, None], choice, float("-inf"))
+    place = tl.arange(0, TOP_K_PAD)
+    picked = tl.full([TOP_K_PAD], EXPERTS, tl.int32)
+    weights = tl.zeros([TOP_K_PAD], tl.float32)
+    for i in tl.static_range(TOP_K):
+        at = _first(choice, tl.max(tl.max(choice, 1), 0), expert, exists, EXPERTS)
+        mine = (expert == at) & exists
+        picked = tl.where(place == i, at, picked)
+        weights = tl.where(place == i, tl.sum(tl.sum(tl.where(mine, score, 0.0), 1), 0), weights)
+        choice = tl.where(mine, float("-inf"), choice)
+    if RENORMALIZE:
+        weights = weights / (tl.sum(weights, 0) + 1e-20)
+    slot = tl.load(slots_ptr + picked, mask=picked < EXPERTS, other=-1)
+    if LIVE:
+        slot = tl.where(tl.load(live_ptr + token) > 0, slot, -1)
+    slot = tl.maximum(slot, -1)
+    to = token * TOP_K + place
+    tl.store(weights_ptr + to, tl.where(slot >= 0, weights * scale, 0.0), mask=place < TOP_K)
+    tl.store(out_ptr + to, slot, mask=place < TOP_K)
+
+
+def route_experts(
+    logits: Tensor,
+    bias: Tensor | None,
+    live: Tensor | None,
+    slots: Tensor,
+    top_k: int,
+    groups: int,
+    top_groups: int,
+    scoring: str,
+    renormalize: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """A token whose scores are NaN gets no expert."""
+    tokens, experts = logits.shape
+    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
+    out = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
+    size = experts // groups
+    if tokens:
+        _route_kernel[(tokens,)](
+            logits, bias if bias is not None else logits, live if live is not None else slots, slots, weights, out,
+            logits.stride(0), scale,
+            EXPERTS=experts, GROUPS=groups, GROUPS_PAD=triton.next_power_of_2(groups),
+            SIZE=size, SIZE_PAD=triton.next_power_of_2(size), TOP_K=top_k, TOP_K_PAD=triton.next_power_of_2(top_k),
+            TOP_GROUPS=top_groups, SIGMOID=scoring == "sigmoid", BIAS=bias is not None, LIVE=live is not None,
+            RENORMALIZE=renormalize, num_warps=1, **options(logits),
+        )  # fmt: skip
+    return weights, out

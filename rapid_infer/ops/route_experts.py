@@ -1,0 +1,94 @@
+"""From a router's scores to each token's experts and their weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from rapid_infer.ops.registry import Case, op
+
+SCORING = ("softmax", "sigmoid")
+
+
+def _inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
+    # experts, top_k, groups, top_groups, scoring, biased, renormalize, scale
+    kinds = (
+        (8, 2, 1, 1, "softmax", False, True, 1.0),
+        (64, 6, 1, 1, "softmax", False, False, 1.0),
+        (20, 6, 5, 2, "softmax", False, False, 16.0),
+        (16, 4, 4, 2, "sigmoid", True, True, 2.5),
+        (12, 3, 1, 1, "sigmoid", False, False, 1.0),
+    )
+    for i, (experts, top_k, groups, top_groups, scoring, biased, renormalize, scale) in enumerate(kinds):
+        tokens = 7
+        # Distinct by far more than rounding, in every order: no close call decides the test.
+        order = torch.stack([torch.randperm(experts) for _ in range(tokens)]).float()
+        live = torch.tensor([3, 0, 1, 9, 0, 2, 1], dtype=torch.int32, device=device) if i % 2 else None
+        slots = torch.randperm(experts).int().where(torch.arange(experts) % 5 < 4, -1) if i > 1 else None
+        bias = None
+        if biased:
+            # Below zero for all: a mask of zeros instead of minus infinity would win.
+            bias = (-2 + 0.9 * torch.rand(experts, generator=torch.Generator().manual_seed(i))).to(device)
+        yield Case(
+            {
+                "logits": ((order - experts / 2) * (4 / experts)).to(device),
+                "bias": bias,
+                "live": live,
+                "slots": (slots if slots is not None else torch.arange(experts).int()).to(device),
+                "top_k": top_k,
+                "groups": groups,
+                "top_groups": top_groups,
+                "scoring": scoring,
+                "renormalize": renormalize,
+                "scale": scale,
+            },
+            {"scoring": scoring, "groups": groups},
+        )
+
+
+@op(inputs=_inputs)
+def route_experts(
+    logits: Tensor,
+    bias: Tensor | None,
+    live: Tensor | None,
+    slots: Tensor,
+    top_k: int,
+    groups: int,
+    top_groups: int,
+    scoring: str,
+    renormalize: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Each token's `top_k` best experts, best first, out of its `top_groups` best groups.
+
+    logits       `[tokens, experts]` fp32
+    bias         `[experts]` fp32, added to the scores for the choice only
+    live         `[tokens]` integers, 0 for a padding token, which gets no expert; None: there is none
+    slots        `[experts]` int32: where this rank holds each expert, below zero for one that it does not
+    groups       of neighbouring experts, all of one size; a group is worth its best score, or, with a bias, the sum of
+                 its two best
+    scoring      "softmax" over all experts, or "sigmoid" of each
+    renormalize  divide the chosen scores by their sum; `scale` then multiplies them, once
+    returns      weights `[tokens, top_k]` fp32 and slots `[tokens, top_k]` int32; slot -1 and weight 0 for no expert
+
+    Sources: DeepSeek-AI 2024 (DeepSeek-V2), section 2.2, and 2025 (DeepSeek-V3), section 2.1.2.
+    """
+    scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
+    choice = scores if bias is None else scores + bias
+    if groups > 1:
+        grouped = choice.unflatten(-1, (groups, -1))
+        worth = grouped.amax(-1) if bias is None else grouped.topk(2, dim=-1).values.sum(-1)
+        out = torch.ones_like(worth, dtype=torch.bool).scatter_(1, worth.topk(top_groups, dim=-1).indices, False)
+        # Not zero: with a bias the scores left in may be below it.
+        choice = grouped.masked_fill(out.unsqueeze(-1), -math.inf).flatten(1)
+    chosen = choice.topk(top_k, dim=-1).indices
+    weights = scores.gather(1, chosen)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    where = slots[chosen]
+    if live is not None:
+        where = where.where((live > 0).unsqueeze(1), -1)
+    return (weights * scale).where(where >= 0, 0.0), where.where(where >= 0, -1).int()
