@@ -1,9 +1,12 @@
 """A model as the fake hubs hold it, and which of its files a download takes."""
 
 import random
+from pathlib import Path
 
 from conftest import Hubs
 from fake_hub import Files, Server
+
+from rapid_infer.hub.lockfile import DIRECTORY_LOCK, LOCK_NAME
 
 _RANDOM = random.Random(0)
 
@@ -49,3 +52,10 @@ def publish(hubs: Hubs, place: str, files: Files = MODEL, revision: str | None =
         hub.cdn = hubs.cdn
         return "hf:org/name", hubs.cdn
     return f"{place}:org/name", hub
+
+
+def stored(directory: Path) -> Files:
+    """What a directory holds, without the files that downloading itself uses."""
+    ours = (LOCK_NAME, DIRECTORY_LOCK)
+    paths = [path for path in directory.rglob("*") if path.is_file() and path.name not in ours]
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}

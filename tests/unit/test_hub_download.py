@@ -1,22 +1,20 @@
 """What a download brings and where to, through the real clients: selection, revisions, locks, and the choice of hub."""
 
 import json
-import logging
 import os
 import shutil
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Hubs
-from fake_hub import API, Fault
-from hub_model import MODEL, SHARDS, SMALL, TAKEN, WEIGHTS, publish
+from fake_hub import Fault
+from hub_model import MODEL, SHARDS, SMALL, TAKEN, WEIGHTS, publish, stored
 
 from rapid_infer.errors import HubError
-from rapid_infer.hub import Endpoints, choose, fetch, fill, http, resolve
+from rapid_infer.hub import fetch, fill, http, resolve
 from rapid_infer.hub.lockfile import LOCK_NAME
 
 BOTH = pytest.mark.parametrize("place", ["hf", "ms"])
@@ -27,18 +25,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fill, "DEFAULT_POLICY", http.Policy(attempts=2, first_delay=0.01, read_timeout=1))
 
 
-def files(directory: Path) -> dict[str, bytes]:
-    ours = (LOCK_NAME, ".rapid-infer.lock")
-    paths = [path for path in directory.rglob("*") if path.is_file() and path.name not in ours]
-    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
-
-
 @BOTH
 def test_what_loading_needs_is_taken(hubs: Hubs, place: str) -> None:
     ref, _ = publish(hubs, place)
     hubs.hf.page = 4
     made = resolve(ref)
-    assert files(made) == {name: MODEL[name] for name in TAKEN}
+    assert stored(made) == {name: MODEL[name] for name in TAKEN}
     lock = json.loads((made / LOCK_NAME).read_text())
     assert (lock["source"], lock["repo"]) == ({"hf": "huggingface", "ms": "modelscope"}[place], "org/name")
     assert lock["commit"] == made.name
@@ -83,11 +75,11 @@ def test_revision_and_directory(hubs: Hubs, tmp_path: Path, place: str, written:
     given: dict[str, Any] = {"revision": "v2"} if written == "option" else {}
     done = fetch(ref + ("" if given else written), to=tmp_path / "deep" / "dir", **given)
     assert done.directory == tmp_path / "deep" / "dir"
-    assert files(done.directory) == other
+    assert stored(done.directory) == other
     assert json.loads((done.directory / LOCK_NAME).read_text())["revision"] == "v2"
     assert resolve(str(done.directory)) == done.directory
-    assert files(resolve(ref))["config.json"] == MODEL["config.json"]
-    assert files(resolve(ref, revision="v2"))["config.json"] == b'{"v": 2}'
+    assert stored(resolve(ref))["config.json"] == MODEL["config.json"]
+    assert stored(resolve(ref, revision="v2"))["config.json"] == b'{"v": 2}'
 
 
 def test_a_commit_is_a_revision(hubs: Hubs) -> None:
@@ -97,7 +89,7 @@ def test_a_commit_is_a_revision(hubs: Hubs) -> None:
     hubs.hf.repos["org/name"]["old"] = dict(SMALL)
     made = resolve(f"hf:org/name@{commit}")
     assert made.name == commit
-    assert files(made) == SMALL
+    assert stored(made) == SMALL
 
 
 @BOTH
@@ -106,7 +98,7 @@ def test_unknown_names_are_errors(hubs: Hubs, tmp_path: Path, place: str, writte
     publish(hubs, place, SMALL)
     with pytest.raises(HubError, match=r"no such (model|revision).*check the name"):
         fetch(f"{place}:{written}", to=tmp_path / "m")
-    assert files(tmp_path / "m") == {}
+    assert stored(tmp_path / "m") == {}
 
 
 @BOTH
@@ -135,10 +127,10 @@ def test_include_takes_what_matches_and_is_no_model(hubs: Hubs) -> None:
     assert set(done.fetched) == {"config.json", "modeling_x.py"}
     with pytest.raises(HubError, match="matches none of"):
         fetch(ref, include=("*.nothing",))
-    assert files(resolve(ref)).keys() == TAKEN | {"modeling_x.py"}, "the rest comes when the model is wanted"
+    assert stored(resolve(ref)).keys() == TAKEN | {"modeling_x.py"}, "the rest comes when the model is wanted"
     assert hub.gets("config.json") == 1
     fetch(ref, include=("*.py",))
-    assert files(resolve(ref)).keys() == TAKEN | {"modeling_x.py"}
+    assert stored(resolve(ref)).keys() == TAKEN | {"modeling_x.py"}
 
 
 def test_dry_run_fetches_nothing(hubs: Hubs, tmp_path: Path) -> None:
@@ -170,7 +162,7 @@ def test_a_file_of_another_size_is_seen_at_the_start(hubs: Hubs) -> None:
     with pytest.raises(HubError, match="has 299999 bytes"):
         resolve(str(made))
     assert resolve(ref) == made
-    assert files(made) == SMALL
+    assert stored(made) == SMALL
     assert hub.gets("config.json") == 1
 
 
@@ -194,7 +186,7 @@ def test_a_directory_moves_to_another_commit(hubs: Hubs, tmp_path: Path) -> None
     publish(hubs, "hf", changed, revision="v2")
     (tmp_path / "m" / "mine.txt").write_text("mine")
     assert fetch("hf:org/name@v2", to=tmp_path / "m").fetched == (WEIGHTS,)
-    assert files(tmp_path / "m") == {**changed, "mine.txt": b"mine"}
+    assert stored(tmp_path / "m") == {**changed, "mine.txt": b"mine"}
 
 
 def test_files_of_others_are_kept_or_named(hubs: Hubs, tmp_path: Path) -> None:
@@ -239,7 +231,7 @@ def test_a_disk_too_full_for_another_commit_keeps_the_old_one(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
     with pytest.raises(HubError, match="of free space"):
         fetch(ref, to=tmp_path)
-    assert files(tmp_path) == SMALL
+    assert stored(tmp_path) == SMALL
     assert resolve(str(tmp_path)) == tmp_path
 
 
@@ -254,104 +246,6 @@ def test_a_full_disk_on_the_way(hubs: Hubs, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(HubError, match=r"No space left on device.*choose another one with --to"):
         resolve("org/name")
     assert hubs.ms.log == [], "no other hub can help"
-
-
-# Which hub
-
-
-def test_auto_takes_the_first_and_says_so(hubs: Hubs, caplog: pytest.LogCaptureFixture) -> None:
-    publish(hubs, "hf", SMALL)
-    publish(hubs, "ms", SMALL)
-    with caplog.at_level(logging.INFO, "rapid_infer"):
-        assert "huggingface" in resolve("org/name").parts
-    assert f"org/name from Hugging Face ({hubs.hf.url}): the first in order" in caplog.text
-    assert hubs.ms.log == []
-
-
-@pytest.mark.parametrize("how", ["variable", "option", "prefix", "order"])
-def test_modelscope_is_chosen(hubs: Hubs, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    publish(hubs, "hf", SMALL)
-    publish(hubs, "ms", SMALL)
-    if how in ("variable", "order"):
-        monkeypatch.setenv("RAPID_INFER_HUB", "modelscope" if how == "variable" else "modelscope,huggingface")
-    ref = "ms:org/name" if how == "prefix" else "org/name"
-    made = resolve(ref, hub="modelscope") if how == "option" else resolve(ref)
-    assert "modelscope" in made.parts
-    assert hubs.hf.log == []
-
-
-@pytest.mark.parametrize(("place", "other"), [("hf", "ms"), ("ms", "hf")])
-@pytest.mark.parametrize("fails", [False, True])
-def test_an_explicit_source_contacts_that_host_alone(hubs: Hubs, place: str, other: str, fails: bool) -> None:
-    publish(hubs, other)
-    ref, hub = publish(hubs, place)
-    if fails:
-        hub.faults[WEIGHTS] = [Fault("flip", times=None)]
-        with pytest.raises(HubError, match="try another hub"):
-            resolve(ref)
-    else:
-        resolve(ref)
-    assert getattr(hubs, other).log == hubs.cdn.log == []
-
-
-@pytest.mark.parametrize("place", ["hf", "ms"])
-def test_an_endpoint_option_wins_over_the_variable(
-    hubs: Hubs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
-    ref, hub = publish(hubs, place, SMALL)
-    monkeypatch.setenv("HF_ENDPOINT" if place == "hf" else "MODELSCOPE_ENDPOINT", hubs.cdn.url)
-    mirror = Endpoints(huggingface=hub.url) if place == "hf" else Endpoints(modelscope=hub.url)
-    assert fetch(ref, to=tmp_path / "m", endpoints=mirror).endpoint == hub.url
-    assert hubs.cdn.log == []
-
-
-def _refuse(hubs: Hubs) -> None:
-    hubs.hf.close()
-
-
-def _stall(hubs: Hubs) -> None:
-    hubs.hf.faults[API] = [Fault("stall", times=None)]
-
-
-def _fail(hubs: Hubs) -> None:
-    hubs.hf.faults[API] = [Fault("503", times=None)]
-
-
-def _lack(hubs: Hubs) -> None:
-    hubs.hf.repos.clear()
-
-
-def _spoil(hubs: Hubs) -> None:
-    hubs.hf.faults[WEIGHTS] = [Fault("flip", times=None)]
-
-
-@pytest.mark.parametrize("trouble", [_refuse, _stall, _fail, _lack, _spoil])
-def test_fall_back(
-    hubs: Hubs,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    trouble: Callable[[Hubs], None],
-) -> None:
-    publish(hubs, "hf", SMALL)
-    publish(hubs, "ms", SMALL)
-    assert choose.FALLBACK_SECONDS < 9
-    if trouble is _stall:
-        monkeypatch.setattr("rapid_infer.hub.download.FALLBACK_SECONDS", 0.3)
-    trouble(hubs)
-    started = time.perf_counter()
-    with caplog.at_level(logging.INFO, "rapid_infer"):
-        done = fetch("org/name", to=tmp_path / "m")
-    assert time.perf_counter() - started < 10
-    assert done.source == "modelscope"
-    assert files(done.directory) == SMALL
-    assert "trying the next hub" in caplog.text
-    assert f"from ModelScope ({hubs.ms.url}): after " in caplog.text
-
-
-def test_when_no_hub_has_it_every_reason_is_given(hubs: Hubs) -> None:
-    with pytest.raises(HubError, match=r"Hugging Face \(.*no such model.*; ModelScope \(.*no such model"):
-        resolve("org/none")
 
 
 def _no_socket(*_: Any) -> None:
