@@ -108,7 +108,8 @@ class EngineArgs:
     skip_tokenizer_init     load no tokenizer: prompts are token ids, and there is no text
     seed                    of requests that bring none of their own
     revision                branch, tag or commit on a hub
-    hub                     auto, huggingface, modelscope
+    hub                     auto ($RAPID_INFER_HUB, else Hugging Face and then ModelScope), huggingface, modelscope, or
+                            an order with commas
     model_plugin            the distribution to take the model from when several offer it
     num_threads             CPU threads; auto: OMP_NUM_THREADS, else the physical cores this process may use
     op_priority             per operator, the providers to try, in order: {"paged_attention": ["torch"]}
@@ -154,7 +155,8 @@ class EngineArgs:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: this version runs on one rank; use {name}=1")
         _check(self.dtype in ("auto", *DTYPES), "dtype", self.dtype, f"'auto' or one of {sorted(set(DTYPES.values()))}")
         _check(self.load_format in LOAD_FORMATS, "load_format", self.load_format, f"one of {list(LOAD_FORMATS)}")
-        _check(self.hub in HUBS, "hub", self.hub, f"one of {list(HUBS)}")
+        hubs = str(self.hub).split(",")
+        _check(set(hubs) <= set(HUBS), "hub", self.hub, f"one of {list(HUBS)}, or several in order with commas")
         for name in (
             "max_model_len",
             "max_num_seqs",

@@ -16,6 +16,8 @@ COMMANDS: dict[str, str] = {
     "chat": "rapid_infer.cli.chat:chat",
     "models": "rapid_infer.cli.models:models",
     "inspect": "rapid_infer.cli.inspect:inspect",
+    "download": "rapid_infer.cli.download:download",
+    "verify": "rapid_infer.cli.verify:verify",
     "doctor": "rapid_infer.cli.doctor:doctor",
 }
 """Command -> its function, or the Typer app of a group. The first line of its docstring is its line in `--help`."""

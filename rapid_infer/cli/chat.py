@@ -53,6 +53,8 @@ def chat(
     load_format: options.LoadFormat = "auto",
     max_model_len: options.MaxModelLen = None,
     model_plugin: options.ModelPlugin = None,
+    hub: options.Hub = "auto",
+    revision: options.Revision = None,
 ) -> None:
     """Talk with a model. Example: rapid-infer chat --temperature 0.3
 
@@ -79,6 +81,8 @@ def chat(
         load_format=load_format,
         max_model_len=max_model_len,
         model_plugin=model_plugin,
+        hub=hub,
+        revision=revision,
     ) as llm:
         if llm.engine.tokenizer is None or not llm.engine.tokenizer.has_chat_template:
             raise RequestError(

@@ -79,6 +79,8 @@ def generate(
     load_format: options.LoadFormat = "auto",
     max_model_len: options.MaxModelLen = None,
     model_plugin: options.ModelPlugin = None,
+    hub: options.Hub = "auto",
+    revision: options.Revision = None,
 ) -> None:
     """Complete prompts. Example: rapid-infer generate -p "The capital of France is"
 
@@ -115,6 +117,8 @@ def generate(
         load_format=load_format,
         max_model_len=max_model_len,
         model_plugin=model_plugin,
+        hub=hub,
+        revision=revision,
     )
     timing = Timing(load=time.perf_counter() - start)
     params = options.sampling_params(engine, given, MAX_TOKENS)

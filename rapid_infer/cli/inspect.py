@@ -44,13 +44,17 @@ def inspect(
     dtype: options.Dtype = "auto",
     max_model_len: options.MaxModelLen = None,
     model_plugin: options.ModelPlugin = None,
+    hub: options.Hub = "auto",
+    revision: options.Revision = None,
 ) -> None:
     """Show config, plugin, remap table, and parameter and KV bytes of a model. Example: rapid-infer inspect demo
 
     Builds the model without memory and reads only the headers of the weight files. Exit code 2 when they do not fill
     it.
     """
-    found = examine(model, dtype=dtype, max_model_len=max_model_len, model_plugin=model_plugin)
+    found = examine(
+        model, dtype=dtype, max_model_len=max_model_len, model_plugin=model_plugin, hub=hub, revision=revision
+    )
     if as_json:
         print(json.dumps(asdict(found), indent=2, default=str))
     else:

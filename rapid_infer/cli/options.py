@@ -13,7 +13,19 @@ if TYPE_CHECKING:
 
 Model = Annotated[
     str,
-    typer.Argument(help="A model directory, or `demo`: a small model that is fetched once.", show_default=True),
+    typer.Argument(
+        help="A directory, org/name on a hub, hf:org/name@revision, ms:org/name@revision, or `demo`, a small model.",
+        show_default=True,
+    ),
+]
+Hub = Annotated[
+    str,
+    typer.Option(help="auto, huggingface, modelscope, or an order: modelscope,huggingface. auto: $RAPID_INFER_HUB."),
+]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub. Default: the hub's own.")]
+HfEndpoint = Annotated[str | None, typer.Option(metavar="URL", help="A mirror of Hugging Face. Default: $HF_ENDPOINT.")]
+ModelScopeEndpoint = Annotated[
+    str | None, typer.Option(metavar="URL", help="Another ModelScope site. Default: $MODELSCOPE_ENDPOINT.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON, for programs.")]
 Dtype = Annotated[str, typer.Option(help="auto (as the checkpoint), bfloat16, float16 or float32.")]

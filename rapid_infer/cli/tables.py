@@ -31,3 +31,8 @@ def print_table(
     for row in rows:
         table.add_row(*(escape(str(cell)) for cell in row))
     out.print(table, "")
+
+
+def size_text(count: int) -> str:
+    """Bytes for people: GB from one up, else MB."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"

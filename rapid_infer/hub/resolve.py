@@ -1,114 +1,132 @@
-"""Model references: what a user may write for a model, and the local directory it means."""
+"""From a model reference to the local directory that holds its files."""
 
-import re
-from dataclasses import dataclass
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Literal
 
 from rapid_infer.errors import HubError
+from rapid_infer.hub.choose import PUBLIC, Endpoints, hub_order, is_offline, open_source
 from rapid_infer.hub.demo import resolve_demo
-
-RefKind = Literal["path", "demo", "hf", "ms", "auto"]
-
-_REPOSITORY = re.compile(r"(?P<name>[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@(?P<revision>[^\s@]+))?", re.ASCII)
-_WEIGHT_FILES = (".gguf", ".safetensors")
-_HUBS: dict[str, tuple[RefKind, str]] = {
-    "auto": ("auto", "a model hub"),
-    "huggingface": ("hf", "Hugging Face"),
-    "modelscope": ("ms", "ModelScope"),
-}
-_FORMS = "a local directory, `demo`, `org/name`, `hf:org/name@revision` or `ms:org/name@revision`"
+from rapid_infer.hub.download import Download, Wanted, download, only_writer
+from rapid_infer.hub.lockfile import listed, read_lock, wrong_sizes
+from rapid_infer.hub.progress import watching
+from rapid_infer.hub.reference import FORMS, WEIGHT_FILES, ModelRef
+from rapid_infer.hub.store import problems, recall
 
 
-@dataclass(frozen=True, slots=True)
-class ModelRef:
-    """A model reference taken apart; `revision` is None when none was written.
-
-    `kind` is "path" (name is the path as written), "demo", "hf" or "ms" (name is `org/name` on that hub) or "auto"
-    (`org/name` with no hub named: a local directory of that name wins).
-    """
-
-    kind: RefKind
-    name: str
-    revision: str | None = None
-
-    @classmethod
-    def parse(cls, ref: str) -> "ModelRef":
-        """Take `ref` apart by its spelling alone, without looking at the disk.
-
-        Raises HubError for an empty reference and for `hf:` or `ms:` not followed by `org/name[@revision]`.
-        """
-        ref = ref.strip()
-        if not ref:
-            raise HubError(f"model reference: got an empty string; expected {_FORMS}")
-        if ref == "demo":
-            return cls("demo", ref)
-        kind: RefKind = "auto"
-        prefix, colon, rest = ref.partition(":")
-        if colon and prefix in ("hf", "ms"):
-            kind = "hf" if prefix == "hf" else "ms"
-            ref = rest
-        match = _REPOSITORY.fullmatch(ref)
-        if kind == "auto" and (match is None or ref.endswith(_WEIGHT_FILES)):
-            return cls("path", ref)
-        if match is None:
-            written = f"{prefix}:{rest}"
-            raise HubError(
-                f"model reference: got {written!r}; expected {prefix}:org/name or {prefix}:org/name@revision; "
-                "write the repository's full name"
-            )
-        return cls(kind, match["name"], match["revision"])
-
-
-def resolve(ref: str, *, revision: str | None = None, hub: str = "auto") -> Path:
-    """Turn a model reference into an absolute local directory that holds its files.
+def resolve(ref: str, *, revision: str | None = None, hub: str = "auto", offline: bool | None = None) -> Path:
+    """Turn a model reference into an absolute local directory that holds its files; download them when needed.
 
     A local directory is returned as it is, `demo` means the demo checkpoint (made on first use; a directory of that
     name is `./demo`), and `org/name` means a local directory of that name when there is one. `revision` and `hub`
-    ("auto", "huggingface" or "modelscope") say which repository a hub name means.
+    ("auto", "huggingface", "modelscope", or several with commas) say which repository a hub name means. A model that
+    was downloaded before is used as it is, without network, whatever its branch means by now: `rapid-infer download`
+    asks anew. `offline` None follows HF_HUB_OFFLINE.
 
-    Raises HubError when there is no such directory, when it is empty or a file, when options contradict the
-    reference, and for every hub reference: this version does not download from hubs yet.
+    Raises HubError when there is no such directory, when it is empty, a file or incomplete, when options contradict
+    the reference, when offline and not downloaded, and when no hub gives the model.
     """
-    if hub not in _HUBS:
-        raise HubError(f"hub: got {hub!r}; expected one of {', '.join(_HUBS)}; choose one of these")
+    parsed = parse(ref, revision, hub)
+    if parsed.kind == "demo":
+        return resolve_demo()
+    if parsed.kind == "path":
+        return local_directory(parsed.name)
+    found = _downloaded(parsed, hub)
+    if isinstance(found, Path):
+        return found
+    if is_offline() if offline is None else offline:
+        raise _offline_error(ref, parsed, found)
+    with watching() as watcher, only_writer(parsed, None, watcher):
+        # Whoever waited for the lock finds what its holder has fetched.
+        again = _downloaded(parsed, hub)
+        return again if isinstance(again, Path) else download(Wanted(parsed, hub), watcher).directory
+
+
+def fetch(
+    ref: str,
+    *,
+    to: Path | None = None,
+    revision: str | None = None,
+    hub: str = "auto",
+    include: tuple[str, ...] = (),
+    endpoints: Endpoints = PUBLIC,
+    dry_run: bool = False,
+    offline: bool | None = None,
+) -> Download:
+    """Download a hub model into `to` or the cache; asks the hub what the revision means now. HubError as `resolve`.
+
+    `include` are patterns of paths to take instead of what loading needs; `dry_run` only says what would be fetched;
+    `offline` only looks at what is there.
+    """
+    parsed = parse(ref, revision, hub, local=False)
+    if parsed.kind in ("path", "demo"):
+        raise HubError(f"model {ref!r}: got a local model; expected org/name, hf:org/name or ms:org/name to download")
+    if to is not None and to.exists() and not to.is_dir():
+        raise HubError(f"{to}: got a file; expected a directory to download into; choose another one")
+    if is_offline() if offline is None else offline:
+        return _earlier(ref, parsed, hub, to)
+    wanted = Wanted(parsed, hub, to, include, endpoints, dry_run)
+    with watching() as watcher, nullcontext() if dry_run else only_writer(parsed, to, watcher):
+        return download(wanted, watcher)
+
+
+def _earlier(ref: str, parsed: ModelRef, hub: str, to: Path | None) -> Download:
+    """What an earlier download left, when nothing of it is missing."""
+    found = _downloaded(parsed, hub) if to is None else to
+    lock = read_lock(found) if isinstance(found, Path) else None
+    if not isinstance(found, Path) or lock is None:
+        raise _offline_error(ref, parsed, [f"{found} has no lock file"] if isinstance(found, Path) else found)
+    if wrong := wrong_sizes(found, lock.files):
+        raise _offline_error(ref, parsed, [f"{found}: {listed(wrong)}"])
+    place = (lock.source, lock.endpoint, lock.repo, lock.revision, lock.commit)
+    return Download(found, *place, reason="offline", files=lock.files, fetched=())
+
+
+def parse(ref: str, revision: str | None, hub: str, local: bool = True) -> ModelRef:
+    """The reference with its options joined in; with `local`, an existing directory wins over a hub's name."""
     parsed = ModelRef.parse(ref)
-    if parsed.kind == "auto" and _exists(Path(ref.strip()).expanduser()):
+    if local and parsed.kind == "auto" and _exists(Path(ref.strip()).expanduser()):
         parsed = ModelRef("path", ref.strip())
+    hub_order(parsed, hub)  # for its errors
     if parsed.kind in ("path", "demo"):
         if revision is not None:
             raise HubError(f"model {ref!r}: got revision {revision!r} for a local model; expected none; leave it out")
-        return resolve_demo() if parsed.kind == "demo" else _local_directory(parsed.name)
-    raise _no_download(ref, parsed, revision, hub)
-
-
-def _no_download(ref: str, parsed: ModelRef, revision: str | None, hub: str) -> HubError:
-    """Return the error for a reference to a hub, after checking that the options agree with it."""
+        return parsed
     if revision is not None and parsed.revision not in (None, revision):
-        return HubError(
+        raise HubError(
             f"model {ref!r}: got revision {revision!r} beside '@{parsed.revision}'; expected one; drop the other"
         )
-    wanted, place = _HUBS[hub]
-    if parsed.kind != "auto":
-        if wanted not in ("auto", parsed.kind):
-            return HubError(
-                f"model {ref!r}: got hub {hub!r} beside '{parsed.kind}:'; expected one hub; drop one of them"
-            )
-        place = next(text for kind, text in _HUBS.values() if kind == parsed.kind)
-    tried = f"no local directory '{parsed.name}', and " if parsed.kind == "auto" else ""
+    return parsed.at(revision or parsed.revision)
+
+
+def _downloaded(ref: ModelRef, hub: str) -> Path | list[str]:
+    """The directory of an earlier download, from the first hub in order that has one; else what is wrong with it."""
+    wrong: list[str] = []
+    for name in hub_order(ref, hub):
+        directory = recall(name, ref.name, ref.revision or open_source(name, PUBLIC).default_revision)
+        if directory is None:
+            continue
+        found = problems(directory)
+        if not found:
+            return directory
+        wrong += [f"{directory}: {listed(found)}"]
+    return wrong
+
+
+def _offline_error(ref: str, parsed: ModelRef, wrong: list[str]) -> HubError:
+    what = "; ".join(wrong) or "it is not in the cache"
+    tried = f"no local directory '{parsed.name}', " if parsed.kind == "auto" else ""
     return HubError(
-        f"model {ref!r}: got a name on {place}; {tried}this version does not download from hubs yet; "
-        "expected a local directory or `demo`: download the files yourself and give their directory"
+        f"model {ref!r}: offline, {tried}and {what}; run `rapid-infer download {ref}` with network, or give a directory"
     )
 
 
-def _local_directory(name: str) -> Path:
-    """Return `name` as an absolute directory with something in it, or raise HubError."""
+def local_directory(name: str) -> Path:
+    """Return `name` as an absolute directory with something in it and nothing missing, or raise HubError."""
     try:
         path = Path(name).expanduser().absolute()
         if path.is_dir():
             if any(path.iterdir()):
-                return path
+                return _complete(path)
             raise HubError(
                 f"model {name!r}: got an empty directory; expected one with config.json and weights; "
                 "put the model's files there or give another directory"
@@ -121,12 +139,19 @@ def _local_directory(name: str) -> Path:
         ) from error
     if found:
         raise _file_error(name)
-    raise HubError(f"model {name!r}: got a path that does not exist; expected {_FORMS}; check the spelling")
+    raise HubError(f"model {name!r}: got a path that does not exist; expected {FORMS}; check the spelling")
+
+
+def _complete(path: Path) -> Path:
+    lock = read_lock(path)
+    if lock is not None and (wrong := wrong_sizes(path, lock.files)):
+        raise HubError(f"{path}: {listed(wrong)}; finish the download: rapid-infer download {lock.ref} --to {path}")
+    return path
 
 
 def _file_error(name: str) -> HubError:
     expected = "expected a directory with config.json and weights"
-    if name.endswith(_WEIGHT_FILES):
+    if name.endswith(WEIGHT_FILES):
         return HubError(f"model {name!r}: got one weight file; {expected}; give the directory that holds this file")
     return HubError(f"model {name!r}: got a file; {expected}; give a directory")
 

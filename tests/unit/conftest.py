@@ -1,6 +1,43 @@
-"""Lets the tests of this folder import what they share (fake_executor, harness)."""
+"""Lets the tests of this folder import what they share (fake_executor, harness), and has the fake hubs."""
 
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+from fake_hub import Cdn, HuggingFaceHub, ModelScopeHub
+
+
+@dataclass
+class Hubs:
+    """One of each kind; neither redirects to `cdn` unless a test says so."""
+
+    hf: HuggingFaceHub
+    ms: ModelScopeHub
+    cdn: Cdn
+
+
+@pytest.fixture
+def hubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hubs]:
+    """Fake hubs that the environment names, an empty cache, and no trace of the user's own clients."""
+    made = Hubs(HuggingFaceHub(), ModelScopeHub(), Cdn())
+    settings = {
+        "HF_ENDPOINT": made.hf.url,
+        "MODELSCOPE_ENDPOINT": made.ms.url,
+        "RAPID_INFER_CACHE": str(tmp_path / "cache"),
+        "HF_HOME": str(tmp_path / "hf-home"),
+        "MODELSCOPE_HOME": str(tmp_path / "ms-home"),
+        "NO_PROXY": "127.0.0.1",
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    tokens = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "MODELSCOPE_API_TOKEN")
+    for name in ("RAPID_INFER_HUB", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", *tokens):
+        monkeypatch.delenv(name, raising=False)
+    yield made
+    for server in (made.hf, made.ms, made.cdn):
+        server.close()

@@ -19,6 +19,8 @@ from rapid_infer.hub import ModelRef, cache_dir, demo, file_lock, resolve
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("RAPID_INFER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("RAPID_INFER_HUB", raising=False)
     monkeypatch.delenv(demo.WHEEL_VARIABLE, raising=False)
     return tmp_path / "cache"
 
@@ -56,6 +58,12 @@ def test_parse_rejects(ref: str) -> None:
         ModelRef.parse(ref)
 
 
+def test_the_hub_variable_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAPID_INFER_HUB", "gitlab")
+    with pytest.raises(HubError, match="RAPID_INFER_HUB: got 'gitlab'; expected one of auto"):
+        resolve("org/name")
+
+
 def test_directory_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tmp_path / "org" / "name"
     model.mkdir(parents=True)
@@ -79,15 +87,14 @@ def test_demo_goes_to_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (
             "org/name",
             {},
-            "got a name on a model hub; no local directory 'org/name'.*not download from hubs yet.*`demo`",
+            "offline, no local directory 'org/name', and it is not in the cache; run `rapid-infer download",
         ),
-        ("org/name", {"hub": "modelscope"}, "got a name on ModelScope; no local directory"),
-        ("hf:org/name@v1", {}, "got a name on Hugging Face; this version does not download from hubs yet"),
-        ("ms:org/name", {"hub": "modelscope"}, "got a name on ModelScope; this version"),
+        ("hf:org/name@v1", {}, "offline, and it is not in the cache; .*or give a directory"),
         ("ms:org/name", {"hub": "huggingface"}, "got hub 'huggingface' beside 'ms:'; expected one hub"),
         ("hf:org/name@v1", {"revision": "v2"}, "got revision 'v2' beside '@v1'; expected one"),
-        ("hf:org/name@v1", {"revision": "v1"}, "not download from hubs yet"),
+        ("hf:org/name@v1", {"revision": "v1"}, "offline, and it is not in the cache"),
         ("org/name", {"hub": "github"}, "hub: got 'github'; expected one of auto, huggingface, modelscope"),
+        ("org/name", {"hub": "modelscope,github"}, "hub: got 'github'; expected one of auto"),
         ("demo", {"revision": "v1"}, "got revision 'v1' for a local model; expected none; leave it out"),
         ("./missing", {}, "got a path that does not exist; expected a local directory, `demo`, .*check the spelling"),
         ("missing", {}, "got a path that does not exist"),
@@ -358,7 +365,8 @@ def test_named_wheel_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_hub_imports_nothing_heavy() -> None:
-    code = "import sys, rapid_infer.hub; print({'torch', 'transformers', 'gguf', 'numpy'} & set(sys.modules))"
+    heavy = "{'torch', 'transformers', 'gguf', 'numpy', 'rich', 'requests', 'huggingface_hub', 'modelscope_hub'}"
+    code = f"import sys, rapid_infer.hub; print({heavy} & set(sys.modules))"
     root = str(Path(demo.__file__).parents[2])
     result = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, check=True

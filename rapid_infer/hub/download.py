@@ -1,0 +1,129 @@
+"""A reference becomes a verified directory: choose a hub, list, select, fill; one process at a time."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rapid_infer.errors import HubError
+from rapid_infer.hub.cache import file_lock
+from rapid_infer.hub.choose import FALLBACK_SECONDS, LIST_SECONDS, PUBLIC, Endpoints, hub_order, open_source, within
+from rapid_infer.hub.entry import FileEntry
+from rapid_infer.hub.fill import fill, to_fetch
+from rapid_infer.hub.lockfile import DIRECTORY_LOCK, Lock
+from rapid_infer.hub.progress import Watcher
+from rapid_infer.hub.reference import ModelRef
+from rapid_infer.hub.selection import select
+from rapid_infer.hub.source import Source, SourceError
+from rapid_infer.hub.store import commit_dir, lock_path, other_commits, problems, recall, remember
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What to download. `to` None: into the cache; `include` empty: what loading needs; `dry_run`: only plan it."""
+
+    ref: ModelRef
+    hub: str = "auto"
+    to: Path | None = None
+    include: tuple[str, ...] = ()
+    endpoints: Endpoints = PUBLIC
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Download:
+    """What a download gave, or a dry run would: `files` are wanted, `fetched` the paths of those that had to come.
+
+    `reason` says in words which hub was taken and why.
+    """
+
+    directory: Path
+    source: str
+    endpoint: str
+    repo: str
+    revision: str
+    commit: str
+    reason: str
+    files: tuple[FileEntry, ...]
+    fetched: tuple[str, ...]
+    dry_run: bool = False
+
+
+def download(wanted: Wanted, watcher: Watcher) -> Download:
+    """Fetch `wanted` from the first hub that gives it; what is there already stays.
+
+    The revision is asked for anew each time. HubError with every hub's reason when none gives it. A hub that takes too
+    long or fails half-way is left for the next one; a full disk or a wrong pattern is not its fault and is raised.
+    """
+    names = hub_order(wanted.ref, wanted.hub)
+    failed: list[str] = []
+    for name in names:
+        source = open_source(name, wanted.endpoints)
+        try:
+            return _from_source(source, wanted, watcher, names, failed)
+        except SourceError as error:
+            failed.append(str(error))
+            if len(failed) < len(names):
+                _tell(watcher, f"{error}; trying the next hub")
+    advice = "check the name, the revision and the network"
+    if len(names) == 1:
+        other = "modelscope" if names[0] == "huggingface" else "huggingface"
+        advice += f", or try {other} or a mirror"
+    raise HubError(f"model {wanted.ref.name!r}: {'; '.join(failed)}; {advice}")
+
+
+@contextmanager
+def only_writer(ref: ModelRef, to: Path | None, watcher: Watcher) -> Iterator[None]:
+    """Keep other processes from downloading this model, or into this directory."""
+    try:
+        if to is not None:
+            to.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HubError(f"{to}: cannot make this directory ({error}); choose another one with --to") from error
+    path = lock_path(ref.name) if to is None else to / DIRECTORY_LOCK
+    with file_lock(path, on_wait=lambda: watcher.note(f"waiting for another process that downloads {ref.name}")):
+        yield
+
+
+def _from_source(
+    source: Source, wanted: Wanted, watcher: Watcher, names: tuple[str, ...], failed: list[str]
+) -> Download:
+    ref = wanted.ref
+    last = source.name == names[-1]
+    seconds = LIST_SECONDS if last else FALLBACK_SECONDS
+    commit, entries = within(seconds, lambda: _list(source, ref), f"{source.title} ({source.endpoint})")
+    files = tuple(select(entries, wanted.include))
+    why = f"after {failed[-1]}" if failed else "the only one asked for" if last else "the first in order"
+    reason = f"{ref.name} from {source.title} ({source.endpoint}): {why}"
+    _tell(watcher, reason)
+    revision = ref.revision or source.default_revision
+    directory = wanted.to or commit_dir(source.name, ref.name, commit)
+    lock = Lock(source.name, source.endpoint, ref.name, revision, commit, wanted.include or None, files)
+    if wanted.dry_run:
+        fetched = [entry.path for entry in to_fetch(directory, lock)]
+    else:
+        place = (source.name, ref.name, revision)
+        usable = (before := recall(*place)) is not None and not problems(before)
+        if wanted.to is None and not usable:
+            # Already now, so that offline what is missing can be named.
+            remember(*place, commit)
+        # Not for a user's own directory: what is changed there must not change the cache.
+        donors = other_commits(ref.name, directory) if wanted.to is None else []
+        fetched = fill(directory, lock, source, watcher, donors)
+        if wanted.to is None:
+            remember(*place, commit)
+    origin = (source.name, source.endpoint, ref.name, revision, commit)
+    return Download(directory, *origin, reason, files, tuple(fetched), wanted.dry_run)
+
+
+def _list(source: Source, ref: ModelRef) -> tuple[str, list[FileEntry]]:
+    commit = source.resolve(ref)
+    return commit, source.manifest(ref.at(commit))
+
+
+def _tell(watcher: Watcher, text: str) -> None:
+    logger.info("%s", text)
+    watcher.note(text)

@@ -1,0 +1,61 @@
+"""A model as the fake hubs hold it, and which of its files a download takes."""
+
+import random
+from pathlib import Path
+
+from conftest import Hubs
+from fake_hub import Files, Server
+
+from rapid_infer.hub.lockfile import DIRECTORY_LOCK, LOCK_NAME
+
+_RANDOM = random.Random(0)
+
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+WEIGHTS = SHARDS[0]
+SIZE = 300_000
+"""Bytes of a weight file."""
+
+MODEL: Files = {
+    ".gitattributes": b"*.safetensors filter=lfs\n",
+    "LICENSE": b"Apache-2.0",
+    "README.md": b"# A model\n",
+    "additional_chat_templates/tool.jinja": b"{{ tools }}",
+    "chat_template.jinja": b"{{ messages }}",
+    "config.json": b'{"architectures": ["X"]}',
+    "empty.txt": b"",
+    "generation_config.json": b"{}",
+    "merges.txt": b"a b\n",
+    SHARDS[0]: _RANDOM.randbytes(SIZE),
+    SHARDS[1]: _RANDOM.randbytes(SIZE),
+    "model.safetensors.index.json": b'{"weight_map": {}}',
+    "modeling_x.py": b"import os",
+    "original/consolidated.00.pth": b"old",
+    "pytorch_model.bin": b"pickle",
+    "pytorch_model.bin.index.json": b"{}",
+    "tokenizer.json": b'{"model": {}}',
+    "tokenizer_config.json": b"{}",
+}
+LEFT_OUT = {
+    *(".gitattributes", "modeling_x.py", "original/consolidated.00.pth"),
+    *("pytorch_model.bin", "pytorch_model.bin.index.json"),
+}
+TAKEN = MODEL.keys() - LEFT_OUT
+SMALL = {name: MODEL[name] for name in ("config.json", WEIGHTS)}
+PLACES = ("hf", "ms", "cdn")
+
+
+def publish(hubs: Hubs, place: str, files: Files = MODEL, revision: str | None = None) -> tuple[str, Server]:
+    """Put a model on a hub; returns its reference, and the server that has its bytes ("cdn": Hugging Face's)."""
+    hub = hubs.ms if place == "ms" else hubs.hf
+    hub.repos["org/name"][revision or ("master" if place == "ms" else "main")] = dict(files)
+    if place == "cdn":
+        hub.cdn = hubs.cdn
+        return "hf:org/name", hubs.cdn
+    return f"{place}:org/name", hub
+
+
+def stored(directory: Path) -> Files:
+    """What a directory holds, without the files that downloading itself uses."""
+    ours = (LOCK_NAME, DIRECTORY_LOCK)
+    paths = [path for path in directory.rglob("*") if path.is_file() and path.name not in ours]
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
