@@ -55,12 +55,14 @@ def chat(
     model_plugin: options.ModelPlugin = None,
     hub: options.Hub = "auto",
     revision: options.Revision = None,
+    offline: options.Offline = False,
 ) -> None:
     """Talk with a model. Example: rapid-infer chat --temperature 0.3
 
     Sampling options that are not given come from the model's generation_config.json. In a pipe every line is one
     message, answers go to standard output, and everything else to standard error.
     """
+    options.go_offline(offline)
     given = options.sampling_options(
         greedy,
         temperature=temperature,
@@ -84,6 +86,7 @@ def chat(
         hub=hub,
         revision=revision,
     ) as llm:
+        options.show_memory(llm.engine)
         if llm.engine.tokenizer is None or not llm.engine.tokenizer.has_chat_template:
             raise RequestError(
                 f"{model} has no chat template, so it cannot chat; use `rapid-infer generate` with a plain prompt, or "

@@ -81,12 +81,14 @@ def generate(
     model_plugin: options.ModelPlugin = None,
     hub: options.Hub = "auto",
     revision: options.Revision = None,
+    offline: options.Offline = False,
 ) -> None:
     """Complete prompts. Example: rapid-infer generate -p "The capital of France is"
 
     Text goes to standard output as it is made; the closing line with tokens, speed and time to first token goes to
     standard error. Sampling options that are not given come from the model's generation_config.json.
     """
+    options.go_offline(offline)
     given = options.sampling_options(
         greedy,
         temperature=temperature,
@@ -121,6 +123,7 @@ def generate(
         revision=revision,
     )
     timing = Timing(load=time.perf_counter() - start)
+    options.show_memory(engine)
     params = options.sampling_params(engine, given, MAX_TOKENS)
     encoded = [_encode(engine, text, chat) for text in prompts]
     show = len(prompts) == 1 and n == 1 and not as_json

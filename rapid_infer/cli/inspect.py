@@ -46,12 +46,14 @@ def inspect(
     model_plugin: options.ModelPlugin = None,
     hub: options.Hub = "auto",
     revision: options.Revision = None,
+    offline: options.Offline = False,
 ) -> None:
     """Show config, plugin, remap table, and parameter and KV bytes of a model. Example: rapid-infer inspect demo
 
     Builds the model without memory and reads only the headers of the weight files. Exit code 2 when they do not fill
     it.
     """
+    options.go_offline(offline)
     found = examine(
         model, dtype=dtype, max_model_len=max_model_len, model_plugin=model_plugin, hub=hub, revision=revision
     )

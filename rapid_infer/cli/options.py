@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -27,6 +29,10 @@ HfEndpoint = Annotated[str | None, typer.Option(metavar="URL", help="A mirror of
 ModelScopeEndpoint = Annotated[
     str | None, typer.Option(metavar="URL", help="Another ModelScope site. Default: $MODELSCOPE_ENDPOINT.")
 ]
+Offline = Annotated[
+    bool,
+    typer.Option("--offline", metavar="", help="Open no connection; say what is missing. Default: $HF_HUB_OFFLINE."),
+]
 AsJson = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON, for programs.")]
 Dtype = Annotated[str, typer.Option(help="auto (as the checkpoint), bfloat16, float16 or float32.")]
 Device = Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu or cuda.")]
@@ -41,6 +47,19 @@ TopP = Annotated[float | None, typer.Option(help="Keep the likeliest tokens up t
 MinP = Annotated[float | None, typer.Option(help="Keep tokens this likely, relative to the likeliest.")]
 RepetitionPenalty = Annotated[float | None, typer.Option(help="Above 1: tokens seen before get less likely.")]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same text.")]
+
+
+def go_offline(offline: bool) -> None:
+    """For the rest of this process, and for the libraries in it."""
+    if offline:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def show_memory(engine: LLMEngine) -> None:
+    """On a terminal, the arithmetic behind the size of a GPU's cache."""
+    memory = getattr(engine.executor, "memory", None)
+    if memory is not None and sys.stderr.isatty():
+        print(memory, file=sys.stderr)
 
 
 def sampling_options(greedy: bool, **options: Any) -> dict[str, Any]:

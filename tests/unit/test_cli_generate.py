@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -132,3 +135,13 @@ def test_mistakes_show_before_a_model_is_loaded(run: Run, tmp_path: Path, args: 
     code, out, err = run("generate", str(tmp_path / "absent"), "-p", "Hello", *args)
     assert (code, out) == (2, "")
     assert message in err
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "inspect"])
+def test_offline_names_what_is_missing(command: str, tmp_path: Path) -> None:
+    """In a process of its own: the option holds for all of it."""
+    environment = {**os.environ, "RAPID_INFER_CACHE": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    arguments = [sys.executable, "-m", "rapid_infer.cli", command, "ms:no/such", "--offline"]
+    done = subprocess.run(arguments, capture_output=True, text=True, env=environment, input="hi", check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: model 'ms:no/such': offline, and it is not in the cache; run `rapid-infer")
