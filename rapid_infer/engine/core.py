@@ -13,6 +13,7 @@ from rapid_infer.engine import results
 from rapid_infer.engine.executor import Executor
 from rapid_infer.engine.launch import Launch
 from rapid_infer.engine.masks import AllowedTokens
+from rapid_infer.engine.plan_builder import make_masks
 from rapid_infer.engine.request import Request, RequestStatus, validate_prompt
 from rapid_infer.engine.results import StepOutputs
 from rapid_infer.engine.scheduler import Scheduler
@@ -73,15 +74,8 @@ class EngineCore:
         with span("engine.schedule"):
             launch = self.scheduler.schedule()
         if launch is not None:
-            try:
-                with span("engine.launch"):
-                    self._in_flight.append((launch, self.executor.launch(launch.plan)))
-            except BaseException as error:
-                self._fail([launch], error, outputs)
-            for request, text in launch.failed:
-                if request.status is not RequestStatus.FINISHED:
-                    self.scheduler.finish(request, FinishReason.ERROR, text)
-                    outputs.end(request)
+            self._launch(launch, outputs)
+            self._end(launch.failed, outputs)
         elif not self._in_flight and (self.scheduler.waiting or self.scheduler.running):
             self._die(f"requests wait and none can run: {self._state()}")
         if self._in_flight and (launch is None or len(self._in_flight) >= self.queue_depth):
@@ -94,6 +88,38 @@ class EngineCore:
             # Names the blocks that leaked; looking at all of them takes milliseconds.
             self.check_integrity()
         return outputs
+
+    def _launch(self, launch: Launch, outputs: StepOutputs) -> None:
+        begin = self.executor.launch_forward if launch.gated else self.executor.launch
+        try:
+            with span("engine.launch"):
+                handle = begin(launch.plan)
+        except BaseException as error:
+            self._fail([launch], error, outputs)
+            return
+        self._in_flight.append((launch, handle))
+        if launch.gated:
+            self._finish_gated(launch, handle, outputs)
+
+    def _finish_gated(self, launch: Launch, handle: Any, outputs: StepOutputs) -> None:
+        """While the device is at the forward, read the tokens that the masks follow, and make these."""
+        while len(self._in_flight) > 1:
+            self._collect(outputs)
+        if not self._in_flight:
+            return
+        masks, failed = make_masks([item for item in launch.gated if item[1].status is RequestStatus.RUNNING])
+        try:
+            self.executor.launch_finish(handle, masks)
+        except BaseException as error:
+            self._in_flight.clear()
+            self._fail([launch], error, outputs)
+        self._end(failed, outputs)
+
+    def _end(self, failed: list[tuple[Request, str]], outputs: StepOutputs) -> None:
+        for request, text in failed:
+            if request.status is not RequestStatus.FINISHED:
+                self.scheduler.finish(request, FinishReason.ERROR, text)
+                outputs.end(request)
 
     def _collect(self, outputs: StepOutputs) -> None:
         launch, handle = self._in_flight.popleft()

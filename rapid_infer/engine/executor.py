@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rapid_infer.cache.spec import CacheGroup
-from rapid_infer.engine.step_plan import StepPlan, StepResult
+from rapid_infer.engine.step_plan import RowMasks, StepPlan, StepResult
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,14 @@ class Executor(Protocol):
 
     def launch(self, plan: StepPlan) -> Any:
         """Start a step and return a handle without waiting for it. May raise what the forward raised."""
+        ...
+
+    def launch_forward(self, plan: StepPlan) -> Any:
+        """As `launch`, but without choosing tokens: `launch_finish` must follow before the next launch."""
+        ...
+
+    def launch_finish(self, handle: Any, masks: RowMasks | None) -> None:
+        """Choose the tokens of the step just begun, under these masks. May raise what that raised."""
         ...
 
     def collect(self, handle: Any) -> StepResult:

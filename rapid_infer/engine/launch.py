@@ -16,7 +16,8 @@ class Launch:
     """A step's plan and whom its results are for, as of the time it was planned.
 
     `admitted` start with it; `failed` end with an error whatever its results are. `sampled_requests` and their ids
-    stand in the order of `StepPlan.sampled`.
+    stand in the order of `StepPlan.sampled`. `gated`: rows that get a token and whose masks follow the tokens of the
+    steps before, which the host may not have seen yet.
     """
 
     plan: StepPlan
@@ -28,3 +29,4 @@ class Launch:
     scored: list[tuple[Request, int]] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     failed: list[tuple[Request, str]] = field(default_factory=list)
+    gated: list[tuple[int, Request]] = field(default_factory=list)

@@ -28,12 +28,27 @@ _FACTOR_MAX = 1e20
 _INT_MAX = 2**31 - 1
 
 
+def make_masks(rows: Sequence[tuple[int, Request]]) -> tuple[RowMasks | None, list[tuple[Request, str]]]:
+    """The masks that these requests now ask for, by row; and whose raised, with what."""
+    bits: dict[int, NDArray[np.int32]] = {}
+    failed: list[tuple[Request, str]] = []
+    for row, request in rows:
+        assert request.mask is not None
+        try:
+            bits[row] = request.mask.bits(request.output_token_ids)
+        except Exception as error:
+            failed.append((request, f"the token mask raised {type(error).__name__}: {error}"))
+    return RowMasks(np.array(list(bits), np.int32), np.stack(list(bits.values()))) if bits else None, failed
+
+
 class PlanBuilder:
     def __init__(self, num_groups: int) -> None:
         self.scored: list[tuple[Request, int]] = []
         """Whose prompt tokens the step scores, and how many."""
         self.failed: list[tuple[Request, str]] = []
         """Whose mask raised, and what."""
+        self.gated: list[tuple[int, Request]] = []
+        """Rows that get a token, and whose masks are still to be made."""
         self._new: list[tuple[int, int, Request]] = []
         self._blocks: list[tuple[list[int], list[int], list[int]]] = [([], [], []) for _ in range(num_groups)]
 
@@ -57,6 +72,8 @@ class PlanBuilder:
         """`order`, `start`, `grant`: rows in batch order, their first new position and their number of tokens."""
         sampling = order[sampled]
         features = rows.features(sampling)
+        if features.masks:
+            self.gated = [(row, rows.owner(row)) for row in sampling[rows.gated[sampling]].tolist()]
         return StepPlan(
             step=step,
             rows=order.astype(np.int32),
@@ -71,7 +88,7 @@ class PlanBuilder:
             num_tokens=int(grant.sum()),
             token_lists=self._token_lists(),
             prompt_scores=self._prompt_scores(rows, order, start, grant),
-            masks=self._masks(rows, sampling) if features.masks or self._new else None,
+            masks=self._masks() if self._new else None,
             max_context_len=int(start[grant > 1].max(initial=0)),
         )
 
@@ -131,20 +148,12 @@ class PlanBuilder:
             output=collect(lambda r: r.output_token_ids if r.params.penalized else ()),
         )
 
-    def _masks(self, rows: Rows, sampling: Ints) -> RowMasks | None:
-        """Masks of rows that start, and of sampling rows whose mask follows their output."""
-        wanted = {row: request for row, _, request in self._new if request.mask is not None}
-        wanted |= {int(row): rows.owner(row) for row in sampling[rows.gated[sampling]]}
-        if not wanted:
-            return None
-        bits: dict[int, NDArray[np.int32]] = {}
-        for row, request in wanted.items():
-            assert request.mask is not None
-            try:
-                bits[row] = request.mask.bits(request.output_token_ids)
-            except Exception as error:
-                self.failed.append((request, f"the token mask raised {type(error).__name__}: {error}"))
-        return RowMasks(np.array(list(bits), np.int32), np.stack(list(bits.values()))) if bits else None
+    def _masks(self) -> RowMasks | None:
+        """Masks of rows that start and do not change."""
+        made = {row: request for row, _, request in self._new if request.mask is not None and not request.mask.changes}
+        masks, failed = make_masks(list(made.items()))
+        self.failed += failed
+        return masks
 
     def _prompt_scores(self, rows: Rows, order: Ints, start: Ints, grant: Ints) -> PromptScores | None:
         """Which tokens of the step are followed by a prompt token that is to be scored."""

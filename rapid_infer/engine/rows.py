@@ -30,7 +30,7 @@ class Rows:
     epoch      how often the row was given back: a result for an older epoch is not for its present owner
     flags      what sampling must do for the row, a bit per name in `_FLAGS`
     logprobs, prompt_logprobs   how many alternatives to report; -1: none at all
-    gated      its next token waits until the host has seen the last one
+    gated      its next token's mask is made when the host has seen the last one
     version    counts rows taken and given back
     """
 

@@ -80,8 +80,6 @@ class Scheduler:
     def _share_budget(self) -> tuple[Ints, Ints]:
         rows, order = self.rows, self._order
         need = np.minimum(rows.known[order], rows.limit[order] - 1) - rows.computed[order]
-        if rows.gated[order].any():
-            need[rows.gated[order] & (rows.known[order] > rows.collected[order])] = 0
         budget = self.config.max_num_batched_tokens
         if need.sum() <= budget:
             return order, need
@@ -214,6 +212,7 @@ class Scheduler:
             builder.scored,
             builder.admitted,
             builder.failed,
+            builder.gated,
         )
 
     def _preempt(self, row: int) -> None:

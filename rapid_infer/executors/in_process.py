@@ -12,7 +12,7 @@ from rapid_infer.cache.budget import GIB
 from rapid_infer.config import EngineConfig
 from rapid_infer.device import set_num_threads
 from rapid_infer.engine.executor import ModelInfo
-from rapid_infer.engine.step_plan import StepPlan, StepResult
+from rapid_infer.engine.step_plan import RowMasks, StepPlan, StepResult
 from rapid_infer.models.checkpoint import Checkpoint
 from rapid_infer.profiling import traced
 from rapid_infer.worker import build
@@ -85,6 +85,12 @@ class InProcessExecutor:
 
     def launch(self, plan: StepPlan) -> StepHandle:
         return self.runner.launch(plan)
+
+    def launch_forward(self, plan: StepPlan) -> StepHandle:
+        return self.runner.launch_forward(plan)
+
+    def launch_finish(self, handle: StepHandle, masks: RowMasks | None) -> None:
+        self.runner.launch_finish(handle, masks)
 
     def collect(self, handle: StepHandle) -> StepResult:
         return self.runner.collect(handle)

@@ -36,6 +36,14 @@ class StepInputs:
 
 
 @dataclass(slots=True)
+class Hidden:
+    """What a forward leaves: states of the rows that get a token, and of tokens to be scored."""
+
+    sampled: Tensor
+    scored: Tensor | None
+
+
+@dataclass(slots=True)
 class Results:
     """What a step gives the host, on the device still."""
 
@@ -126,18 +134,21 @@ class EagerStep:
             for block_table in self.table.block_tables
         ]
 
-    def run(self, inputs: StepInputs, plan: StepPlan) -> Results:
-        """Forward, then head, sampling, token write and state advance."""
+    def forward(self, inputs: StepInputs) -> Hidden:
+        """The first part of a step."""
         hidden = self.model(inputs.batch)
         scored = None if inputs.scored is None else hidden[inputs.scored]
-        sampled = hidden if inputs.last is None else hidden[inputs.last]
+        return Hidden(hidden if inputs.last is None else hidden[inputs.last], scored)
+
+    def finish(self, inputs: StepInputs, hidden: Hidden, plan: StepPlan) -> Results:
+        """The second part: head, sampling, token write and state advance."""
         table, rows, features = self.table, inputs.sampled_rows, plan.features
         table.length[inputs.rows] = inputs.seq_lens
-        prompt = self._score_prompt(scored, inputs, plan)
+        prompt = self._score_prompt(hidden.scored, inputs, plan)
         if not len(plan.sampled):
             none = inputs.seq_lens[:0]
             return Results(none, none.bool(), None, prompt)
-        chosen = choose(self.model.head, table, sampled, rows, inputs.sampled_lens, features, self.sampling)
+        chosen = choose(self.model.head, table, hidden.sampled, rows, inputs.sampled_lens, features, self.sampling)
         failed = ~torch.isfinite(chosen.best)
         tokens = chosen.tokens.where(~failed, 0)
         table.last_token[rows] = tokens

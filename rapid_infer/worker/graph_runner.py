@@ -123,21 +123,31 @@ class GraphRunner:
 
     def launch(self, plan: StepPlan, *, mail_blocks: bool) -> tuple[int, Logprobs | None]:
         """Start a step; its block updates are sent along, or have been applied. Returns its slot in the mailbox."""
+        slot = self.launch_forward(plan, mail_blocks=mail_blocks)
+        return slot, self.launch_finish(plan)
+
+    def launch_forward(self, plan: StepPlan, *, mail_blocks: bool) -> int:
+        """The first part of `launch`."""
         blocks = plan.new_blocks if mail_blocks else ()
-        kind, size, rows = self.shape_of(plan)
+        kind, size, _ = self.shape_of(plan)
         forward = self._forward.get((kind, size)) or self._capture_mixed(size)
-        finish = self._finish.get(self._key(kind, rows, plan.features))
-        if finish is None:
-            finish = self._capture_finish(kind, rows, plan.features)
         if kind == DECODE:
             slot = self.mailbox.send_decode(plan.rows, size, blocks)
         else:
             slot = self.mailbox.send_mixed(plan, blocks)
         forward[0].replay()
-        finish[0].replay()
         self.replays["forward"] += 1
+        return slot
+
+    def launch_finish(self, plan: StepPlan) -> Logprobs | None:
+        """The second part of `launch`."""
+        kind, _, rows = self.shape_of(plan)
+        finish = self._finish.get(self._key(kind, rows, plan.features))
+        if finish is None:
+            finish = self._capture_finish(kind, rows, plan.features)
+        finish[0].replay()
         self.replays["finish"] += 1
-        return slot, finish[1]
+        return finish[1]
 
     def _key(self, kind: str, size: int, features: SamplingFeatures) -> Any:
         if features == GREEDY:

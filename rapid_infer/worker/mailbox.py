@@ -87,5 +87,5 @@ class Mailbox:
         return values, failed
 
     def resync(self) -> None:
-        """After a step that failed to launch, in part or as a whole."""
+        """Make the device expect the next letter, after steps that did not count or did not come to their end."""
         self.step.fill_(self.sent)

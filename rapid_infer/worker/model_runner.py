@@ -9,17 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rapid_infer.engine.step_plan import LogprobArrays, StepPlan, StepResult
+from rapid_infer.engine.step_plan import LogprobArrays, RowMasks, StepPlan, StepResult
 from rapid_infer.ops.registry import OpResolver
 from rapid_infer.ops.step_inputs import Letter
 from rapid_infer.profiling import span
-from rapid_infer.worker.eager_step import EagerStep
+from rapid_infer.worker.eager_step import EagerStep, Hidden, StepInputs
 from rapid_infer.worker.graph_runner import GraphRunner
 from rapid_infer.worker.logprobs import Logprobs
 from rapid_infer.worker.mailbox import Mailbox
 from rapid_infer.worker.request_table import RequestTable
 from rapid_infer.worker.sampler import SamplingOps
 from rapid_infer.worker.staging import Staging
+from rapid_infer.worker.token_state import TokenState
 
 UPDATES_PER_ROW = 2
 """Block updates that a captured step takes along, per row and cache group."""
@@ -27,9 +28,14 @@ UPDATES_PER_ROW = 2
 
 @dataclass(slots=True)
 class StepHandle:
-    """A launched step. `slot`: where in the mailbox a captured step writes; else `tokens` and `failed`, on the host."""
+    """A launched step. `slot`: where in the mailbox a captured step writes; else `tokens` and `failed`, on the host.
 
+    `begun`: what an eager step still has to finish.
+    """
+
+    plan: StepPlan
     count: int
+    begun: tuple[StepInputs, Hidden] | None = None
     slot: int | None = None
     tokens: Tensor | None = None
     failed: Tensor | None = None
@@ -68,6 +74,7 @@ class ModelRunner:
         self._eager = EagerStep(model, self.table, block_size, SamplingOps.bind(ops))
         self._events = [torch.cuda.Event() for _ in range(self._slots)] if device.type == "cuda" else []
         self._launched = 0
+        self._unfinished = False
 
     def capture(self, max_tokens: int) -> None:
         """Record the decode graphs; mixed steps of up to `max_tokens` are recorded as they come.
@@ -89,39 +96,66 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
-        if self.graphs is not None and self.graphs.takes(plan):
-            return self._launch_captured(self.graphs, plan)
-        with span("worker.inputs"):
-            staged = iter(self._staging.put([*self._eager.arrays(plan), *RequestTable.delta(plan)]))
-            inputs = self._eager.inputs(plan, staged)
-        with span("worker.eager"):
-            results = self._eager.run(inputs, plan)
-        handle = StepHandle(
-            len(plan.sampled),
-            tokens=self._to_host(results.tokens),
-            failed=self._to_host(results.failed),
-            logprobs=self._all_to_host(results.logprobs),
-            prompt_logprobs=self._all_to_host(results.prompt_logprobs),
-        )
+        if self.graphs is None or not self.graphs.takes(plan):
+            handle = self.launch_forward(plan)
+            self.launch_finish(handle)
+            return handle
+        mail_blocks = self._prepare(self.graphs, plan)
+        with span("worker.replay"):
+            slot, logprobs = self.graphs.launch(plan, mail_blocks=mail_blocks)
+        self._unfinished = False
+        handle = StepHandle(plan, len(plan.sampled), slot=slot, logprobs=self._all_to_host(logprobs))
         handle.done = self._record()
         return handle
 
-    def _launch_captured(self, graphs: GraphRunner, plan: StepPlan) -> StepHandle:
+    @torch.inference_mode()
+    def launch_forward(self, plan: StepPlan) -> StepHandle:
+        """Start a step whose tokens `launch_finish` chooses."""
+        handle = StepHandle(plan, len(plan.sampled))
+        if self.graphs is not None and self.graphs.takes(plan):
+            mail_blocks = self._prepare(self.graphs, plan)
+            with span("worker.forward"):
+                handle.slot = self.graphs.launch_forward(plan, mail_blocks=mail_blocks)
+            return handle
+        with span("worker.inputs"):
+            staged = iter(self._staging.put([*self._eager.arrays(plan), *RequestTable.delta(plan)]))
+            inputs = self._eager.inputs(plan, staged)
+        with span("worker.forward"):
+            handle.begun = inputs, self._eager.forward(inputs)
+        return handle
+
+    @torch.inference_mode()
+    def launch_finish(self, handle: StepHandle, masks: RowMasks | None = None) -> None:
+        """Choose the tokens of the step just begun; `masks` hold from this step on."""
+        plan = handle.plan
+        if masks is not None:
+            self.table.tokens.apply(None, masks, iter(self._staging.put(TokenState.delta(None, masks))))
+        with span("worker.finish"):
+            if handle.begun is None:
+                assert self.graphs is not None
+                handle.logprobs = self._all_to_host(self.graphs.launch_finish(plan))
+                self._unfinished = False
+            else:
+                results = self._eager.finish(*handle.begun, plan)
+                handle.begun = None
+                handle.tokens, handle.failed = self._to_host(results.tokens), self._to_host(results.failed)
+                handle.logprobs = self._all_to_host(results.logprobs)
+                handle.prompt_logprobs = self._all_to_host(results.prompt_logprobs)
+        handle.done = self._record()
+
+    def _prepare(self, graphs: GraphRunner, plan: StepPlan) -> bool:
+        """Before a captured step; returns whether its letter is to hold its block updates."""
+        if self._unfinished:
+            # The step before this one stopped half-way.
+            graphs.mailbox.resync()
+        self._unfinished = True
         updates = sum(len(group.rows) for group in plan.new_blocks)
         extra = plan.new_rows is not None or plan.token_lists is not None or plan.masks is not None
-        mail_blocks = not extra and updates <= graphs.mailbox.layout.max_updates
-        if not mail_blocks:
-            # New rows, their lists and masks: what a letter has no place for.
-            self.table.apply(plan, iter(self._staging.put(RequestTable.delta(plan))))
-        try:
-            with span("worker.replay"):
-                slot, logprobs = graphs.launch(plan, mail_blocks=mail_blocks)
-        except BaseException:
-            graphs.mailbox.resync()
-            raise
-        handle = StepHandle(len(plan.sampled), slot=slot, logprobs=self._all_to_host(logprobs))
-        handle.done = self._record()
-        return handle
+        if not extra and updates <= graphs.mailbox.layout.max_updates:
+            return True
+        # New rows, their lists and masks: what a letter has no place for.
+        self.table.apply(plan, iter(self._staging.put(RequestTable.delta(plan))))
+        return False
 
     def _record(self) -> torch.cuda.Event | None:
         if not self._events:

@@ -200,15 +200,27 @@ class Broken(Alternating):
 
 
 def run_core(llm, requests):
-    """Add the requests; their outputs, their ends, and the plans."""
-    core, plans, ends = llm.engine.core, [], {}
-    launch = core.executor.launch
-    core.executor.launch = lambda plan: (plans.append(plan), launch(plan))[1]
+    """Add the requests; their ends, and what the executor was told: `(name, plan)`, or the handle's plan."""
+    core, calls, ends = llm.engine.core, [], {}
+
+    def noted(name):
+        call = getattr(core.executor, name)
+
+        def wrapped(first, *more):
+            calls.append((name, getattr(first, "plan", first)))
+            return call(first, *more)
+
+        setattr(core.executor, name, wrapped)
+
+    for name in ("launch", "launch_forward", "launch_finish", "collect"):
+        noted(name)
     for one in requests:
         core.add_request(one)
     while core.has_unfinished_requests():
         ends |= {finished.request_id: finished for finished in core.step().finished}
-    return plans, ends
+    for name in ("launch", "launch_forward", "launch_finish", "collect"):
+        delattr(core.executor, name)
+    return calls, ends
 
 
 def core_requests(jobs, mask):
@@ -245,15 +257,28 @@ def test_a_mask_that_follows_the_output(engine, mixed, open_engine):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_free_rows_run_in_every_step_beside_gated_ones(depth, mixed, open_engine):
+def test_gated_rows_run_in_every_step_beside_free_ones(depth, mixed, open_engine):
     llm = open_engine(queue_depth=depth)
-    plans, _ = run_core(llm, core_requests(mixed, Alternating))
-    rows = [set(plan.rows[plan.sampled].tolist()) for plan in plans]
-    free, gated = set(range(0, 8, 2)), set(range(1, 8, 2))
-    assert all(free <= step for step in rows[:LENGTH])
-    # With two steps in flight a gated row has to sit out every other one.
-    assert [bool(gated & step) for step in rows[:LENGTH]] == [n % depth == 0 for n in range(LENGTH)]
-    assert not any(gated & step and not gated <= step for step in rows)
+    calls, _ = run_core(llm, core_requests(mixed, Alternating))
+    plans = [plan for name, plan in calls if name.startswith("launch") and name != "launch_finish"]
+    assert all(set(plan.rows[plan.sampled].tolist()) == set(range(8)) for plan in plans[:LENGTH])
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_forward_is_begun_before_the_tokens_that_its_masks_follow_are_read(depth, mixed, open_engine):
+    llm = open_engine(queue_depth=depth)
+    calls, _ = run_core(llm, core_requests(mixed, Alternating))
+    names = [(name, plan.step - calls[0][1].step) for name, plan in calls]
+    one_by_one = ["launch_forward", "launch_finish", "collect"]
+    expected = [(name, step) for step in range(LENGTH) for name in one_by_one]
+    if depth == 2:
+        middle = [
+            call
+            for step in range(1, LENGTH)
+            for call in (("launch_forward", step), ("collect", step - 1), ("launch_finish", step))
+        ]
+        expected = [("launch_forward", 0), ("launch_finish", 0), *middle, ("collect", LENGTH - 1)]
+    assert names == expected
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -16,7 +16,7 @@ import numpy as np
 from rapid_infer.cache.spec import CacheGroup, FullKV
 from rapid_infer.engine.executor import ModelInfo
 from rapid_infer.engine.request import Request
-from rapid_infer.engine.step_plan import StepPlan, StepResult
+from rapid_infer.engine.step_plan import RowMasks, StepPlan, StepResult
 
 VOCAB = 50
 GARBAGE = -7
@@ -58,6 +58,7 @@ class Failures:
 
     launch: Callable[[int], bool] = lambda step: False
     collect: Callable[[int], bool] = lambda step: False
+    finish: Callable[[int], bool] = lambda step: False
     rows: Callable[[StepPlan], np.ndarray] = lambda plan: np.zeros(len(plan.sampled), bool)
 
 
@@ -82,6 +83,7 @@ class FakeExecutor:
         self.is_healthy = True
         self.violation: AssertionError | None = None
         self.plans: list[StepPlan] = []
+        self.unfinished: Launched | None = None
         self.launches_at_collect: list[tuple[int, int]] = []
         self._size = block_size
         self._generation = np.zeros(max_num_seqs, np.int64)
@@ -105,6 +107,21 @@ class FakeExecutor:
     def launch(self, plan: StepPlan) -> Launched:
         with self._noting_violations():
             return self._launch(plan)
+
+    def launch_forward(self, plan: StepPlan) -> Launched:
+        handle = self.launch(plan)
+        self.unfinished = handle
+        return handle
+
+    def launch_finish(self, handle: Launched, masks: RowMasks | None) -> None:
+        with self._noting_violations():
+            assert handle is self.unfinished, "not the step just begun"
+            waiting = [step for step in self._queue if not step.broken]
+            assert waiting == [handle], "a mask may follow the tokens of a step that was not collected"
+        self.unfinished = None
+        if self.failures.finish(handle.plan.step):
+            handle.broken = True
+            raise RuntimeError(f"finish of step {handle.plan.step}")
 
     def collect(self, handle: Launched) -> StepResult:
         with self._noting_violations():

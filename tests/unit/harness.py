@@ -10,6 +10,7 @@ from fake_executor import SPEC, Failures, FakeExecutor
 from rapid_infer.cache.spec import CacheGroup
 from rapid_infer.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from rapid_infer.engine.core import EngineCore
+from rapid_infer.engine.masks import TokenMask
 from rapid_infer.engine.request import Request
 from rapid_infer.engine.results import Finished, StepOutputs
 from rapid_infer.engine.step_plan import StepPlan
@@ -45,10 +46,10 @@ def make_request(
     share: bytes | None = b"",
     params: SamplingParams = GREEDY,
     sample_index: int = 0,
+    mask: TokenMask | None = None,
 ) -> Request:
-    return Request(
-        name, list(prompt), params, stop, len(prompt) + max_tokens, sample_index=sample_index, share_key=share
-    )
+    limit = len(prompt) + max_tokens
+    return Request(name, list(prompt), params, stop, limit, sample_index=sample_index, share_key=share, mask=mask)
 
 
 class Harness:

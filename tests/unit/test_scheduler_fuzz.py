@@ -1,6 +1,7 @@
 """Random episodes on the fake device: whatever happens, blocks are conserved and tokens are those of a quiet run."""
 
 import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,26 @@ def random_failures(rng: random.Random) -> Failures:
     def rows(plan: StepPlan) -> np.ndarray:
         return np.array([noise.random() < row for _ in plan.sampled], bool)
 
-    return Failures(lambda step: noise.random() < launch, lambda step: noise.random() < collect, rows)
+    def fails(rate: float) -> Callable[[int], bool]:
+        return lambda step: noise.random() < rate
+
+    return Failures(launch=fails(launch), collect=fails(collect), finish=fails(launch), rows=rows)
+
+
+class Follower:
+    """A mask that forbids nothing, and notes which outputs it was asked about; now and then it raises."""
+
+    changes = True
+
+    def __init__(self, rng: random.Random) -> None:
+        self.seen: list[list[int]] = []
+        self._raises_at = rng.choice([None, None, 2, 5])
+
+    def bits(self, output_token_ids: Sequence[int]) -> np.ndarray:
+        self.seen.append(list(output_token_ids))
+        if self._raises_at == len(output_token_ids):
+            raise ValueError("no rule for this")
+        return np.full(-(-VOCAB // 32), -1, np.int32)
 
 
 def random_prompt(rng: random.Random, longest: int, prefixes: list[list[int]]) -> list[int]:
@@ -57,6 +77,7 @@ def run_episode(seed: int) -> Harness:
     length, sharing = options["max_model_len"], rng.random() < 0.8
     prefixes = [[rng.randrange(VOCAB) for _ in range(length)] for _ in range(rng.randint(1, 2))]
     to_add, abort_rate = rng.randint(1, 20), rng.choice([0.0, 0.1, 0.4])
+    gate_rate = rng.choice([0.0, 0.0, 0.3, 1.0])
     for _ in range(2000):
         while to_add and rng.random() < 0.5:
             to_add -= 1
@@ -64,7 +85,9 @@ def run_episode(seed: int) -> Harness:
             limit = rng.randint(1, length - len(prompt))
             stop = tuple(rng.sample(range(VOCAB), rng.choice([0, 1, 4])))
             name = str(len(engine.requests))
-            engine.add(name, prompt, limit, stop=stop, share=rng.choice([b"", b"", b"other"]) if sharing else None)
+            share = rng.choice([b"", b"", b"other"]) if sharing else None
+            mask = Follower(rng) if rng.random() < gate_rate else None
+            engine.add(name, prompt, limit, stop=stop, share=share, mask=mask)
         live = [name for name in engine.requests if name not in engine.ends]
         if live and rng.random() < abort_rate:
             engine.core.abort([rng.choice(live)])
@@ -82,6 +105,10 @@ def check_tokens(engine: Harness, seed: int) -> None:
     for name, request in engine.requests.items():
         expected, got = undisturbed(request), engine.tokens[name]
         assert got == request.output_token_ids
+        if isinstance(request.mask, Follower):
+            # Asked about every output that a token was chosen after, complete each time.
+            assert all(got[: len(output)] == output for output in request.mask.seen)
+            assert {len(output) for output in request.mask.seen} >= set(range(len(got)))
         if engine.ends[name].reason in (FinishReason.STOP, FinishReason.LENGTH):
             assert got == expected, f"seed {seed}: request {name}"
         else:
