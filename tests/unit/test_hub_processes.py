@@ -18,8 +18,14 @@ FILES = {"config.json": b"{}", "model.safetensors": MODEL[SHARDS[0]] * 7}
 RESOLVE = "import sys; from rapid_infer.hub import resolve; print(resolve(sys.argv[1]))"
 
 
+def _take_interrupts() -> None:
+    """What runs in the background of a shell ignores them, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start(*args: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, *args], **pipes, text=True, preexec_fn=_take_interrupts)
 
 
 def download(ref: str, to: Path) -> subprocess.Popen[str]:
