@@ -107,7 +107,8 @@ class EngineCore:
             self._collect(outputs)
         if not self._in_flight:
             return
-        masks, failed = make_masks([item for item in launch.gated if item[1].status is RequestStatus.RUNNING])
+        running = [(row, request) for row, request in launch.gated if request.status is RequestStatus.RUNNING]
+        masks, failed = make_masks(running, self.info.vocab_size)
         try:
             self.executor.launch_finish(handle, masks)
         except BaseException as error:

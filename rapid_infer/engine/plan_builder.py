@@ -28,14 +28,19 @@ _FACTOR_MAX = 1e20
 _INT_MAX = 2**31 - 1
 
 
-def make_masks(rows: Sequence[tuple[int, Request]]) -> tuple[RowMasks | None, list[tuple[Request, str]]]:
-    """The masks that these requests now ask for, by row; and whose raised, with what."""
+def make_masks(
+    rows: Sequence[tuple[int, Request]], vocab_size: int | None = None
+) -> tuple[RowMasks | None, list[tuple[Request, str]]]:
+    """The masks that these requests now ask for, by row; and whose raised, or do not fit the vocabulary, with what."""
     bits: dict[int, NDArray[np.int32]] = {}
     failed: list[tuple[Request, str]] = []
     for row, request in rows:
         assert request.mask is not None
         try:
-            bits[row] = request.mask.bits(request.output_token_ids)
+            made = request.mask.bits(request.output_token_ids)
+            if vocab_size is not None and made.shape != (-(-vocab_size // 32),):
+                raise ValueError(f"{made.shape} words do not make a bit for each of {vocab_size} tokens")
+            bits[row] = made
         except Exception as error:
             failed.append((request, f"the token mask raised {type(error).__name__}: {error}"))
     return RowMasks(np.array(list(bits), np.int32), np.stack(list(bits.values()))) if bits else None, failed

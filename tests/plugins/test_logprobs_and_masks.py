@@ -296,6 +296,20 @@ def test_a_mask_that_raises_ends_its_own_request(depth, mixed, open_engine):
     assert [one.output_token_ids for one in after] == [one.tokens for one in mixed]
 
 
+def test_a_mask_of_another_vocabulary_ends_its_own_request(mixed, open_engine):
+    class Narrow(Alternating):
+        def bits(self, output_token_ids):
+            return super().bits(output_token_ids)[:-1]
+
+    requests = core_requests(mixed, Alternating)
+    requests[5].mask = Narrow()
+    _, ends = run_core(open_engine(), requests)
+    assert ends["5"].reason == "error"
+    assert f"do not make a bit for each of {VOCAB} tokens" in ends["5"].error
+    others = [n for n in range(8) if n != 5]
+    assert [requests[n].output_token_ids for n in others] == [mixed[n].tokens for n in others]
+
+
 def test_log_probabilities_are_raw_also_behind_a_mask(model, open_engine):
     llm = open_engine()
     [prompt] = model.oracle.prompts([8], seed=1)
