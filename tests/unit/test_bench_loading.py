@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_bench import TINY_CONFIG
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -14,24 +15,7 @@ sys.path.insert(0, str(BENCHMARKS))
 from common import weight_files  # noqa: E402
 from common.schema import Result  # noqa: E402
 
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "vocab_size": 211,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "eos_token_id": 5,
-    "torch_dtype": "bfloat16",
-}
+CONFIG = {**TINY_CONFIG, "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

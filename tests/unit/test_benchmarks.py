@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny_bench import TINY_CONFIG
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -17,25 +18,6 @@ from common.runner import run_engine  # noqa: E402
 from common.schema import Environment, RequestSample, Result, RunSample  # noqa: E402
 
 from rapid_infer.outputs import RequestOutputKind  # noqa: E402
-
-TINY_CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "vocab_size": 211,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-    "eos_token_id": 5,
-    "torch_dtype": "float32",
-}
 
 
 def request(**changes) -> RequestSample:

@@ -258,9 +258,7 @@ def test_no_bit_changes_where_nothing_is_shared(
     assert plan.shared is None
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_layers_share_a_plan(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_shared, "OVERLAP", overlap)
+def test_layers_share_a_plan() -> None:
     case = make_case([100, 120, 110], [(0, 3, 5)])
     first, second = paged_attention(**case), paged_attention(**case)
     assert all(torch.equal(a, b) for a, b in zip(first, second))

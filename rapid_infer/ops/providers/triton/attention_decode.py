@@ -68,7 +68,7 @@ def _decode_kernel(
     q_stride, q_head_stride, table_stride, block_stride, token_stride, head_stride, window, scale, cap,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROW_COST: tl.constexpr, COUNT: tl.constexpr,
-    PACK: tl.constexpr, ADD_COUNT: tl.constexpr, OVERLAP: tl.constexpr,
+    PACK: tl.constexpr, ADD_COUNT: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start_next(PDL)
@@ -78,8 +78,7 @@ def _decode_kernel(
     group = tl.arange(0, M)
     dim = tl.arange(0, DIM_PAD)
     real = (group < GROUP)[:, None] & (dim < DIM)[None, :]
-    if not OVERLAP:
-        wait_previous(PDL)
+    wait_previous(PDL)
     quota = tl.load(quota_ptr)
     first_row = tl.load(slice_row_ptr + slice)
     last_row = tl.load(slice_row_ptr + slice + 1)
@@ -106,8 +105,6 @@ def _decode_kernel(
             )  # fmt: skip
             if PACK > 0:  # noqa: SIM102 (known when compiled; the other is not)
                 if (skipped > 0) & (slice == first_slice):
-                    if OVERLAP:
-                        wait_previous(PDL)
                     acc, top, total = add_shared(
                         acc, top, total, shared_ptr, shared_partial_ptr, shared_stats_ptr, row, head, group,
                         KV_HEADS, GROUP, DIM_PAD, PACK, ADD_COUNT,
@@ -138,9 +135,6 @@ def _decode_kernel(
                         row_acc, row_top, row_total, out_ptr, lse_ptr, sinks_ptr, row, head, tl.arange(0, GROUP_PAD),
                         KV_HEADS, GROUP, DIM, DIM_PAD, SINKS, LSE,
                     )  # fmt: skip
-    if OVERLAP:
-        # The next kernel waits for this one only, and so must find the one before it done too.
-        wait_previous(PDL)
 
 
 def decode(
@@ -175,7 +169,6 @@ def decode(
         KV_HEADS=kv_heads, GROUP_PAD=group_pad, ROW_COST=plan.row_cost,
         COUNT=max(COMBINED_AT_ONCE // (group_pad * dim_pad), 1),
         PACK=pack, ADD_COUNT=max(attention_shared.ADDED_AT_ONCE // (max(group_pad, 16) * dim_pad), 1),
-        OVERLAP=attention_shared.OVERLAP and shared is not None,
         WINDOW=window is not None, SINKS=sinks is not None, LSE=lse is not None,
         num_warps=WARPS, num_stages=STAGES, **scales, **constants, **options(q),
     )  # fmt: skip

@@ -22,8 +22,6 @@ from rapid_infer.ops.providers.triton.launch import options, start_next, wait_pr
 
 SHARING = True
 """For measurements: False makes every row read all its keys."""
-OVERLAP = False
-"""Start the decode kernel while this one runs; it then waits only where it needs these results."""
 QUERIES = 64
 """Query heads of a tile, all its rows together."""
 FEW_QUERIES = 64
@@ -78,16 +76,12 @@ def _shared_kernel(
     q_stride, q_head_stride, table_stride, block_stride, token_stride, head_stride, scale, cap,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, M: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, ITEM_COST: tl.constexpr,
-    CAP: tl.constexpr, OVERLAP: tl.constexpr, PDL: tl.constexpr,
+    CAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if not OVERLAP:
-        start_next(PDL)
+    start_next(PDL)
     slice = tl.program_id(0) // KV_HEADS
     head = tl.program_id(0) % KV_HEADS
     wait_previous(PDL)
-    if OVERLAP:
-        # After the wait: the next kernel then starts with all before this one done.
-        start_next(PDL)
     quota = tl.load(quota_ptr)
     if quota == 0:
         return
@@ -137,7 +131,7 @@ def attend_shared(
         q, k_cache, v_cache, metadata.block_table, metadata.rows,
         plan.item_first, plan.items, plan.slice_item, plan.quota, plan.partial, plan.stats,
         q.stride(0), q.stride(1), metadata.block_table.stride(0), *k_cache.stride()[:3],
-        KV_HEADS=kv_heads, PACK=plan.pack, M=padded, ITEM_COST=attention_groups.ITEM_COST, OVERLAP=OVERLAP,
+        KV_HEADS=kv_heads, PACK=plan.pack, M=padded, ITEM_COST=attention_groups.ITEM_COST,
         num_warps=8 if exact else min(max(padded // QUERIES_PER_WARP, 4), 8), num_stages=STAGES,
         **scales, **constants, **options(q),
     )  # fmt: skip
