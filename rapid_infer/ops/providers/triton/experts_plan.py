@@ -17,6 +17,8 @@ from torch import Tensor
 from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
 
 CHOICES_AT_ONCE = 4096
+"""Up to so many every program counts all; of more, each takes a part."""
+PARTS_AT_ONCE = 16
 TILES_AT_ONCE = 64
 
 
@@ -37,41 +39,66 @@ class ExpertsPlan:
 
 
 @triton.jit
+def _choices(slots_ptr, part, choices, CHOICES: tl.constexpr):
+    """(choices, slots), each `[CHOICES]`, of a part; a slot of -1 beyond the last."""
+    choice = part * CHOICES + tl.arange(0, CHOICES)
+    return choice, tl.load(slots_ptr + choice, mask=choice < choices, other=-1)
+
+
+@triton.jit
+def _count_kernel(
+    slots_ptr, counts_ptr, choices, EXPERTS_PAD: tl.constexpr, CHOICES: tl.constexpr, PDL: tl.constexpr
+):
+    """A program per part counts how often each expert is chosen in it."""
+    start_next(PDL)
+    wait_previous(PDL)
+    part = tl.program_id(0)
+    _, slot = _choices(slots_ptr, part, choices, CHOICES)
+    counts = tl.histogram(slot, EXPERTS_PAD, mask=slot >= 0)
+    tl.store(counts_ptr + part * EXPERTS_PAD + tl.arange(0, EXPERTS_PAD), counts)
+
+
+@triton.jit
 def _sort_kernel(
-    slots_ptr, order_ptr, expert_ptr, first_ptr, last_ptr, choices, experts, tiles,
-    EXPERTS_PAD: tl.constexpr, TILE: tl.constexpr, CHOICES: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
+    slots_ptr, counts_ptr, order_ptr, expert_ptr, first_ptr, last_ptr, choices, parts, experts, tiles,
+    EXPERTS_PAD: tl.constexpr, TILE: tl.constexpr, CHOICES: tl.constexpr, TILES: tl.constexpr,
+    COUNTED: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program per expert counts all of them, to find its own place without waiting for another; one more program
-    marks the tiles that are left over.
+    """A program per expert and part adds up all counts, to find its own place without waiting for another; those of
+    one more expert mark the tiles that are left over.
     """
     start_next(PDL)
     wait_previous(PDL)
-    expert = tl.program_id(0)
+    expert, part = tl.program_id(0), tl.program_id(1)
     bins = tl.arange(0, EXPERTS_PAD)
-    counts = tl.zeros([EXPERTS_PAD], tl.int32)
-    for at in range(0, choices, CHOICES):
-        choice = at + tl.arange(0, CHOICES)
-        slot = tl.load(slots_ptr + choice, mask=choice < choices, other=-1)
-        counts += tl.histogram(slot, EXPERTS_PAD, mask=slot >= 0)
+    choice, slot = _choices(slots_ptr, part, choices, CHOICES)
+    before = tl.zeros([EXPERTS_PAD], tl.int32)
+    if COUNTED:
+        counts = tl.zeros([EXPERTS_PAD], tl.int32)
+        for at in range(0, parts, PARTS):
+            nth = at + tl.arange(0, PARTS)
+            some = tl.load(counts_ptr + nth[:, None] * EXPERTS_PAD + bins[None, :], mask=(nth < parts)[:, None], other=0)
+            counts += tl.sum(some, 0)
+            before += tl.sum(tl.where((nth < part)[:, None], some, 0), 0)
+    else:
+        counts = tl.histogram(slot, EXPERTS_PAD, mask=slot >= 0)
     place = tl.sum(tl.where(bins < expert, counts, 0))
     first_tile = tl.sum(tl.where(bins < expert, (counts + TILE - 1) // TILE, 0))
     if expert == experts:
-        for at in range(first_tile, tiles, TILES):
+        for at in range(first_tile + part * TILES, tiles, tl.num_programs(1) * TILES):
             tile = at + tl.arange(0, TILES)
             tl.store(expert_ptr + tile, tl.full([TILES], -1, tl.int32), mask=tile < tiles)
     else:
         end = place + tl.sum(tl.where(bins == expert, counts, 0))
-        for at in range(0, (end - place + TILE - 1) // TILE, TILES):
+        for at in range(part * TILES, (end - place + TILE - 1) // TILE, tl.num_programs(1) * TILES):
             nth = at + tl.arange(0, TILES)
             mine = place + nth * TILE < end
             tl.store(expert_ptr + first_tile + nth, tl.full([TILES], 0, tl.int32) + expert, mask=mine)
             tl.store(first_ptr + first_tile + nth, place + nth * TILE, mask=mine)
             tl.store(last_ptr + first_tile + nth, tl.minimum(place + (nth + 1) * TILE, end), mask=mine)
-        for at in range(0, choices, CHOICES):
-            choice = at + tl.arange(0, CHOICES)
-            hit = (tl.load(slots_ptr + choice, mask=choice < choices, other=-1) == expert).to(tl.int32)
-            tl.store(order_ptr + place + tl.cumsum(hit) - 1, choice, mask=hit > 0)
-            place += tl.sum(hit)
+        place += tl.sum(tl.where(bins == expert, before, 0))
+        hit = (slot == expert).to(tl.int32)
+        tl.store(order_ptr + place + tl.cumsum(hit) - 1, choice, mask=hit > 0)
 
 
 def most_tiles(choices: int, experts: int, tile: int) -> int:
@@ -89,9 +116,16 @@ def experts_plan(slots: Tensor, experts: int, tile: int) -> ExpertsPlan:
 
     plan = ExpertsPlan(tiles, empty(choices), empty(tiles), empty(tiles), empty(tiles))
     at_once = min(triton.next_power_of_2(choices), CHOICES_AT_ONCE)
-    _sort_kernel[(experts + 1,)](
-        slots, plan.order, plan.expert, plan.first, plan.last, choices, experts, tiles,
-        EXPERTS_PAD=max(triton.next_power_of_2(experts), 16), TILE=tile, CHOICES=at_once, TILES=TILES_AT_ONCE,
-        num_warps=4 if at_once <= 1024 else 8, **options(slots),
+    parts, experts_pad = triton.cdiv(choices, at_once), max(triton.next_power_of_2(experts), 16)
+    counts = empty(parts * experts_pad)
+    warps = 4 if at_once <= 1024 else 8
+    if parts > 1:
+        _count_kernel[(parts,)](
+            slots, counts, choices, EXPERTS_PAD=experts_pad, CHOICES=at_once, num_warps=warps, **options(slots)
+        )
+    _sort_kernel[(experts + 1, parts)](
+        slots, counts, plan.order, plan.expert, plan.first, plan.last, choices, parts, experts, tiles,
+        EXPERTS_PAD=experts_pad, TILE=tile, CHOICES=at_once, TILES=TILES_AT_ONCE,
+        COUNTED=parts > 1, PARTS=PARTS_AT_ONCE, num_warps=warps, **options(slots),
     )  # fmt: skip
     return plan

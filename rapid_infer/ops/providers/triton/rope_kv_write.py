@@ -1,4 +1,4 @@
-"""QK-norm, RoPE and KV write straight from the merged projection: one program per token and group of heads."""
+"""QK-norm, RoPE and KV write straight from the merged projection: a program per some tokens and a group of heads."""
 
 from __future__ import annotations
 
@@ -12,31 +12,53 @@ from rapid_infer.ops.providers.triton.launch import options, start_next, wait_pr
 
 FEW_TOKENS = 64
 """Up to here a program takes few heads, so that one token fills more of the device."""
+MANY_TOKENS = 256
+"""From here on a program takes several, so that more is under way while it waits for positions and slots."""
+AT_ONCE = 2
+WARPS_AT_ONCE = 4
+
+
+@triton.jit
+def _column(x, TOKENS: tl.constexpr):
+    """One number, or one for every line of a tile."""
+    if TOKENS == 1:
+        return x
+    else:
+        return x[:, None]
 
 
 @triton.jit
 def _kernel(
     qkv_ptr, positions_ptr, cos_sin_ptr, slots_ptr, q_ptr, k_cache_ptr, v_cache_ptr, q_weight_ptr, k_weight_ptr,
-    qkv_stride, slot_stride, eps, heads, kv_heads,
+    qkv_stride, slot_stride, eps, heads, kv_heads, tokens,
     DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ROTATE: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
+    ROTATE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A head is cut into the two members of each rotated pair, `a` and `b`, and the `rest` that is not rotated."""
     start_next(PDL)
+    nth = tl.arange(0, TOKENS * HEADS)
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    is_q, is_v = head < heads, head >= heads + kv_heads
+    head = tl.program_id(1) * HEADS + nth
     exists = head < heads + 2 * kv_heads
+    if TOKENS > 1:
+        token = token * TOKENS + nth // HEADS
+        head = tl.program_id(1) * HEADS + nth % HEADS
+        exists = (head < heads + 2 * kv_heads) & (token < tokens)
+    is_q, is_v = head < heads, head >= heads + kv_heads
     is_k = exists & ~is_q & ~is_v
     pair = tl.arange(0, HALF_PAD)
     in_pair = pair < HALF
     a_at = 2 * pair if INTERLEAVED else pair
     b_at = a_at + 1 if INTERLEAVED else pair + HALF
     wait_previous(PDL)
-    position = tl.load(positions_ptr + token)
-    slot = tl.load(slots_ptr + token)
-    source = qkv_ptr + token * qkv_stride + head[:, None] * DIM
+    if TOKENS == 1:
+        position = tl.load(positions_ptr + token)
+        slot = tl.load(slots_ptr + token)
+    else:
+        position = tl.load(positions_ptr + token, mask=token < tokens, other=0)
+        slot = tl.load(slots_ptr + token, mask=token < tokens, other=0)
+    source = qkv_ptr + _column(token * qkv_stride, TOKENS) + head[:, None] * DIM
     paired = exists[:, None] & in_pair[None, :]
     a = tl.load(source + a_at[None, :], mask=paired, other=0.0).to(tl.float32)
     b = tl.load(source + b_at[None, :], mask=paired, other=0.0).to(tl.float32)
@@ -61,17 +83,22 @@ def _kernel(
             weight = tl.load(k_weight_ptr + rest_at, mask=rest_at < DIM, other=0.0)
             rest = tl.where(is_k[:, None], (rest * scale * weight).to(dtype), rest)
     if ROTATE:
-        cos = tl.load(cos_sin_ptr + position * 2 * HALF + pair, mask=in_pair, other=1.0)
-        sin = tl.load(cos_sin_ptr + position * 2 * HALF + HALF + pair, mask=in_pair, other=0.0)
+        angle = cos_sin_ptr + _column(position * 2 * HALF, TOKENS) + pair[None, :]
+        cos = tl.load(angle, mask=in_pair[None, :], other=1.0)
+        sin = tl.load(angle + HALF, mask=in_pair[None, :], other=0.0)
         turned = a * cos - b * sin
         b = tl.where(is_v[:, None], b, b * cos + a * sin)
         a = tl.where(is_v[:, None], a, turned)
-    q_to = q_ptr + token * heads * DIM + head[:, None] * DIM
-    k_to = k_cache_ptr + slot * slot_stride + (head - heads)[:, None] * DIM
-    v_to = v_cache_ptr + slot * slot_stride + (head - heads - kv_heads)[:, None] * DIM
+    q_to = q_ptr + _column(token * heads * DIM, TOKENS) + head[:, None] * DIM
+    k_to = k_cache_ptr + _column(slot * slot_stride, TOKENS) + (head - heads)[:, None] * DIM
+    v_to = v_cache_ptr + _column(slot * slot_stride, TOKENS) + (head - heads - kv_heads)[:, None] * DIM
     cached = k_cache_ptr.dtype.element_ty
-    for_q, for_k, for_v = is_q[:, None] & in_pair[None, :], is_k[:, None] & in_pair[None, :], is_v & exists
-    for_v = for_v[:, None] & in_pair[None, :]
+    is_q, is_v = is_q & exists, is_v & exists
+    for_q, for_k, for_v = (
+        is_q[:, None] & in_pair[None, :],
+        is_k[:, None] & in_pair[None, :],
+        is_v[:, None] & in_pair[None, :],
+    )
     tl.store(q_to + a_at[None, :], a.to(dtype), mask=for_q)
     tl.store(q_to + b_at[None, :], b.to(dtype), mask=for_q)
     tl.store(k_to + a_at[None, :], a.to(cached), mask=for_k)
@@ -82,7 +109,7 @@ def _kernel(
         in_rest = (rest_at < DIM)[None, :]
         tl.store(q_to + rest_at[None, :], rest.to(dtype), mask=is_q[:, None] & in_rest)
         tl.store(k_to + rest_at[None, :], rest.to(cached), mask=is_k[:, None] & in_rest)
-        tl.store(v_to + rest_at[None, :], rest.to(cached), mask=(is_v & exists)[:, None] & in_rest)
+        tl.store(v_to + rest_at[None, :], rest.to(cached), mask=is_v[:, None] & in_rest)
 
 
 def qk_norm_rope_kv_write(
@@ -106,14 +133,15 @@ def qk_norm_rope_kv_write(
     rest = dim - 2 * half
     q = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
     group = 4 if tokens <= FEW_TOKENS else 8
+    at_once, warps = (1, group) if tokens < MANY_TOKENS else (AT_ONCE, WARPS_AT_ONCE)
     if tokens:
-        _kernel[(tokens, triton.cdiv(heads + 2 * kv_heads, group))](
+        _kernel[(triton.cdiv(tokens, at_once), triton.cdiv(heads + 2 * kv_heads, group))](
             qkv, positions, cos_sin if cos_sin is not None else qkv, metadata.slots, q, k_cache, v_cache,
             q_weight if q_weight is not None else qkv, k_weight if k_weight is not None else qkv,
-            qkv.stride(0), k_cache.stride(1), eps, heads, kv_heads,
+            qkv.stride(0), k_cache.stride(1), eps, heads, kv_heads, tokens,
             DIM=dim, HALF=half, HALF_PAD=triton.next_power_of_2(max(half, 1)),
             REST_PAD=triton.next_power_of_2(rest) if rest else 0,
             Q_NORM=q_weight is not None, K_NORM=k_weight is not None, INTERLEAVED=interleaved,
-            ROTATE=cos_sin is not None, HEADS=group, num_warps=group, **options(qkv),
+            ROTATE=cos_sin is not None, TOKENS=at_once, HEADS=group, num_warps=warps, **options(qkv),
         )  # fmt: skip
     return q
