@@ -14,7 +14,12 @@ from torch import Tensor
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.providers.triton import attention_shared
 from rapid_infer.ops.providers.triton.attention_plan import decode_plan, first_tile, row_part
-from rapid_infer.ops.providers.triton.attention_shared import add_shared, attend_shared, rows_per_item
+from rapid_infer.ops.providers.triton.attention_shared import (
+    add_shared,
+    attend_shared,
+    load_first,
+    rows_per_item,
+)
 from rapid_infer.ops.providers.triton.attention_tile import add_parts, attend, finish
 from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
 
@@ -93,7 +98,15 @@ def _decode_kernel(
         if PACK > 0:
             # Windows and shared blocks exclude each other.
             skipped = tl.load(shared_ptr + row * 3)
+            shared_slice = tl.load(shared_ptr + row * 3 + 1)
+            shared_slices = tl.load(shared_ptr + row * 3 + 2)
         if begin < end:
+            if PACK > 0:
+                takes = (skipped > 0) & (slice == first_slice)
+                part, part_top, part_total = load_first(
+                    takes, shared_slice, shared_partial_ptr, shared_stats_ptr, row, head,
+                    KV_HEADS, GROUP, GROUP_PAD, DIM_PAD, PACK,
+                )  # fmt: skip
             acc, top, total = attend(
                 tl.zeros([M, DIM_PAD], tl.float32),
                 tl.full([M], float("-inf"), tl.float32),
@@ -104,10 +117,11 @@ def _decode_kernel(
                 window, scale, cap, DIM, DIM_PAD, TILE, BLOCK_SIZE, True, WINDOW, CAP,
             )  # fmt: skip
             if PACK > 0:  # noqa: SIM102 (known when compiled; the other is not)
-                if (skipped > 0) & (slice == first_slice):
+                if takes:
                     acc, top, total = add_shared(
-                        acc, top, total, shared_ptr, shared_partial_ptr, shared_stats_ptr, row, head, group,
-                        KV_HEADS, GROUP, DIM_PAD, PACK, ADD_COUNT,
+                        acc, top, total, part, part_top, part_total, shared_slice, shared_slices,
+                        shared_partial_ptr, shared_stats_ptr, row, head, group,
+                        KV_HEADS, GROUP, GROUP_PAD, DIM_PAD, PACK, ADD_COUNT,
                     )  # fmt: skip
             if slices == 1:
                 write_row(

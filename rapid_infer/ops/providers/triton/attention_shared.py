@@ -52,17 +52,48 @@ def _queries(q: Tensor, rows: int, group: int) -> int:
 
 
 @triton.jit
+def load_first(
+    takes, first_slice, partial_ptr, stats_ptr, row, head,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM_PAD: tl.constexpr, PACK: tl.constexpr,
+):  # fmt: skip
+    """(part `[GROUP_PAD, DIM_PAD]`, top and total `[GROUP_PAD]`) of what a row shares in its first slice, if it takes.
+
+    Asked for before the row's own keys are, so that it comes along with them.
+    """
+    group, dim = tl.arange(0, GROUP_PAD), tl.arange(0, DIM_PAD)
+    place = (row + first_slice * PACK) * KV_HEADS + head
+    exists = takes & (group < GROUP)
+    stats = stats_ptr + place * (2 * GROUP) + group
+    top = tl.load(stats, mask=exists, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(stats + GROUP, mask=exists, other=0.0, cache_modifier=".cg")
+    at = (place * GROUP + group)[:, None] * DIM_PAD + dim[None, :]
+    return tl.load(partial_ptr + at, mask=exists[:, None], other=0.0, cache_modifier=".cg"), top, total
+
+
+@triton.jit
 def add_shared(
-    acc, top, total, shared_ptr, partial_ptr, stats_ptr, row, head, group,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM_PAD: tl.constexpr, PACK: tl.constexpr, COUNT: tl.constexpr,
+    acc, top, total, part, part_top, part_total, first_slice, slices, partial_ptr, stats_ptr, row, head, group,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM_PAD: tl.constexpr, PACK: tl.constexpr,
+    COUNT: tl.constexpr,
 ):  # fmt: skip
     """(acc `[M, DIM_PAD]`, top and total `[M]`) of a row's `group` `[M]` of query heads, with what it shares taken in.
 
-    Always in the order of slices.
+    Always in the order of slices; the first one's part is at hand.
     """
-    first_slice = tl.load(shared_ptr + row * 3 + 1)
-    slices = tl.load(shared_ptr + row * 3 + 2)
-    for start in range(0, slices, COUNT):
+    M: tl.constexpr = acc.shape[0]
+    TIMES: tl.constexpr = M // GROUP_PAD
+    # What stands beyond the group is never looked at, so the group may be repeated there.
+    part_top = tl.reshape(tl.broadcast_to(part_top[None, :], [TIMES, GROUP_PAD]), [M])
+    part_total = tl.reshape(tl.broadcast_to(part_total[None, :], [TIMES, GROUP_PAD]), [M])
+    part = tl.reshape(tl.broadcast_to(part[None, :, :], [TIMES, GROUP_PAD, DIM_PAD]), [M, DIM_PAD])
+    higher = tl.maximum(top, part_top)
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weight = tl.exp2(part_top - base)
+    shrink = tl.exp2(top - base)
+    total = total * shrink + part_total * weight
+    acc = acc * shrink[:, None] + part * weight[:, None]
+    top = higher
+    for start in range(1, slices, COUNT):
         nth = start + tl.arange(0, COUNT)
         place = (row + (first_slice + nth) * PACK) * KV_HEADS + head
         acc, top, total = add_parts(acc, top, total, partial_ptr, stats_ptr, place, nth < slices, group, GROUP, DIM_PAD)

@@ -46,9 +46,7 @@ def _choices(slots_ptr, part, choices, CHOICES: tl.constexpr):
 
 
 @triton.jit
-def _count_kernel(
-    slots_ptr, counts_ptr, choices, EXPERTS_PAD: tl.constexpr, CHOICES: tl.constexpr, PDL: tl.constexpr
-):
+def _count_kernel(slots_ptr, counts_ptr, choices, EXPERTS_PAD: tl.constexpr, CHOICES: tl.constexpr, PDL: tl.constexpr):
     """A program per part counts how often each expert is chosen in it."""
     start_next(PDL)
     wait_previous(PDL)
@@ -77,7 +75,9 @@ def _sort_kernel(
         counts = tl.zeros([EXPERTS_PAD], tl.int32)
         for at in range(0, parts, PARTS):
             nth = at + tl.arange(0, PARTS)
-            some = tl.load(counts_ptr + nth[:, None] * EXPERTS_PAD + bins[None, :], mask=(nth < parts)[:, None], other=0)
+            some = tl.load(
+                counts_ptr + nth[:, None] * EXPERTS_PAD + bins[None, :], mask=(nth < parts)[:, None], other=0
+            )
             counts += tl.sum(some, 0)
             before += tl.sum(tl.where((nth < part)[:, None], some, 0), 0)
     else:
