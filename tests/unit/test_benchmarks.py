@@ -46,7 +46,7 @@ def test_tokens_that_come_together_share_their_gap() -> None:
 
 def test_percentiles_interpolate_and_skip_what_is_unknown() -> None:
     found = metrics.summarize([float(i) for i in range(101)] + [None])
-    assert found == metrics.Distribution(50.0, 50.0, 90.0, 99.0, 0.0, 100.0, 101)
+    assert found == metrics.Distribution(50.0, 50.0, 90.0, 95.0, 99.0, 0.0, 100.0, 101)
     assert metrics.summarize([1.0, 2.0]).p90 == pytest.approx(1.9)
     assert metrics.summarize([None]) is None
 
