@@ -129,10 +129,8 @@ class _Benchmark(session.Session):
             for i in range(self.ns.runs):
                 runs.append(once())
                 self.report.say(f"{label} {i + 1}: {runs[-1].sample.wall_s:.4f} s")
-        failed = [r.error for run in runs for r in run.sample.requests if r.error]
-        if failed:
-            self.report.say(f"{len(failed)} requests failed, the first: {failed[0]}")
         samples = [run.sample for run in runs]
+        self.say_errors(samples)
         noise = metrics.spread(samples)
         if noise is not None:
             self.report.say(f"noise band: {noise:.1%} of the median from the fastest run to the slowest")

@@ -61,7 +61,8 @@ class Trace:
 class Driver:
     """Adds requests to an engine one by one, steps it, and notes when each got its tokens.
 
-    A context, at whose end the engine is left without these requests, whatever happened.
+    A context, at whose end the engine is left without these requests, whatever happened. `times`: the clock after each
+    step.
     """
 
     def __init__(self, engine: LLMEngine, kind: RequestOutputKind = RequestOutputKind.DELTA) -> None:
@@ -69,7 +70,8 @@ class Driver:
             raise ValueError("outputs must be DELTA or FINAL_ONLY, got CUMULATIVE")
         self.engine, self.kind = engine, kind
         self.traces: dict[str, Trace] = {}
-        self.ended = 0
+        self.times: list[float] = []
+        self._ended = 0
         gc.collect()
         self.origin = time.perf_counter()
 
@@ -90,16 +92,15 @@ class Driver:
     @property
     def unfinished(self) -> int:
         """Requests that have not ended."""
-        return len(self.traces) - self.ended
+        return len(self.traces) - self._ended
 
-    def step(self) -> float:
-        """One engine step; the clock after it."""
+    def step(self) -> None:
         outputs = self.engine.step()
         now = time.perf_counter()
+        self.times.append(now)
         for output in outputs:
             self.traces[output.request_id].take(output, now)
-            self.ended += output.finished
-        return now
+            self._ended += output.finished
 
     def result(self, label: str | None = None) -> Run:
         """Once all have ended."""

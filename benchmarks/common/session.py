@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,9 +18,9 @@ from typing import Any, Protocol
 from common import environment, options, routing, workloads
 from common.output import Report, command_line
 from common.schema import Result, RunSample
-from rapid_infer.config import EngineConfig
-from rapid_infer.errors import EngineDeadError, RapidInferError
-from rapid_infer.llm_engine import LLMEngine
+from rapid_infer.config import EngineArgs, EngineConfig
+from rapid_infer.errors import ConfigError, EngineDeadError, RapidInferError
+from rapid_infer.llm_engine import LLMEngine, configure, locate
 
 BUSY_LOAD = 0.25
 """Load average per core from which a machine counts as busy."""
@@ -46,6 +46,11 @@ class Session:
         if ns.uniform_routing:
             drawn = routing.engine_options()["op_priority"]
             self.kwargs["op_priority"] = {**self.kwargs.get("op_priority", {}), **drawn}
+
+    def config(self) -> EngineConfig:
+        """What these options come to, before anything is loaded."""
+        args = EngineArgs.from_kwargs(**self.kwargs)
+        return configure(*locate(self.model, args), args)[1]
 
     @contextmanager
     def open(self, **changes: Any) -> Iterator[tuple[LLMEngine, float]]:
@@ -79,6 +84,11 @@ class Session:
             self.report.say(
                 f"note: other work is running (load average {self.load_average:.1f}): times and ratios may mislead"
             )
+
+    def say_errors(self, runs: Sequence[RunSample]) -> None:
+        failed = [request.error for run in runs for request in run.requests if request.error]
+        if failed:
+            self.report.say(f"{len(failed)} requests failed, the first: {failed[0]}")
 
     def model_facts(self, engine: LLMEngine) -> dict[str, Any]:
         """For `Result.model`."""
@@ -122,6 +132,18 @@ def gpus_of(config: EngineConfig) -> int:
     """GPUs that an engine uses; 0 on a CPU."""
     parallel = config.parallel
     return max(parallel.tensor_parallel_size, parallel.expert_parallel_size) if config.device == "cuda" else 0
+
+
+def refuse(kwargs: Mapping[str, Any], name: str, why: str) -> None:
+    """ConfigError when an option was given that the benchmark sets by itself."""
+    if name in kwargs:
+        raise ConfigError(f"{name}={kwargs[name]!r} cannot be set here: {why}; leave it out")
+
+
+def check_length(what: str, tokens: int, longest: int, remedy: str) -> None:
+    """ConfigError when a sequence of `tokens` can never run."""
+    if tokens > longest:
+        raise ConfigError(f"{what} take {tokens} tokens, but max_model_len={longest} is the most; {remedy}")
 
 
 class Runnable(Protocol):
