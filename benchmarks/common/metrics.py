@@ -16,6 +16,7 @@ class Distribution:
     mean: float
     p50: float
     p90: float
+    p95: float
     p99: float
     min: float
     max: float
@@ -80,8 +81,8 @@ def summarize(values: Iterable[float | None]) -> Distribution | None:
     known = np.array([value for value in values if value is not None], dtype=np.float64)
     if not len(known):
         return None
-    p50, p90, p99 = np.percentile(known, [50, 90, 99]).tolist()
-    return Distribution(float(known.mean()), p50, p90, p99, float(known.min()), float(known.max()), len(known))
+    percentiles = np.percentile(known, [50, 90, 95, 99]).tolist()
+    return Distribution(float(known.mean()), *percentiles, float(known.min()), float(known.max()), len(known))
 
 
 def compute(runs: Sequence[RunSample], gpus: int = 0) -> RunMetrics:

@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
-import os
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from common import environment, floor, metrics, options, peer, routing, workloads
+from common import floor, metrics, peer, routing, session, workloads
 from common.monitor import Monitor, Resources
-from common.output import Report, command_line, figures, gigabytes
+from common.output import figures, gigabytes
 from common.runner import Run, run_engine
 from common.schema import Result
 from common.workloads import Request, Workload
-from rapid_infer.errors import EngineDeadError, RapidInferError
 from rapid_infer.llm_engine import LLMEngine
 from rapid_infer.outputs import RequestOutputKind
-
-BUSY_LOAD = 0.25
-"""Load average per core from which a machine counts as busy."""
 
 
 @dataclass
@@ -65,40 +56,19 @@ class Measured:
 
 def main(name: str, ns: argparse.Namespace, workload: Workload, kind: RequestOutputKind) -> int:
     """Run the benchmark `name` as `ns` says; `workload` counts when no fixed one is named. Returns the exit code."""
-    try:
-        with tempfile.TemporaryDirectory() as scratch:
-            return _Benchmark(name, ns, workload, kind, Path(scratch)).run()
-    except RapidInferError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1 if isinstance(error, EngineDeadError) else 2
+    return session.run(lambda scratch: _Benchmark(name, ns, workload, kind, scratch))
 
 
-class _Benchmark:
+class _Benchmark(session.Session):
     def __init__(
         self, name: str, ns: argparse.Namespace, workload: Workload, kind: RequestOutputKind, scratch: Path
     ) -> None:
-        self.name, self.ns, self.kind = name, ns, kind
+        super().__init__(name, ns, scratch)
+        self.kind = kind
         self.workload = workloads.named(ns.workload) if ns.workload else workload
-        self.report = Report()
-        self.load_average = environment.load_average()
-        # Prompts are token ids and nobody reads the text: the tokenizer is left out unless it is asked for.
-        self.kwargs: dict[str, Any] = {"skip_tokenizer_init": True}
-        self.model = ns.model
-        if ns.model in workloads.model_names():
-            self.model = str(workloads.write_model(ns.model, scratch))
-            self.kwargs["load_format"] = "dummy"
-        self.kwargs |= options.engine_kwargs(ns)
-        if ns.uniform_routing:
-            drawn = routing.engine_options()["op_priority"]
-            self.kwargs["op_priority"] = {**self.kwargs.get("op_priority", {}), **drawn}
 
     def run(self) -> int:
-        import torch
-
-        started = time.perf_counter()
-        engine = LLMEngine(self.model, **self.kwargs)
-        try:
-            load_s = time.perf_counter() - started
+        with self.open() as (engine, load_s):
             requests = self.workload.requests(engine.core.info.vocab_size)
             self._introduce(engine, requests, load_s)
             ours = self._time_engine(engine, requests, load_s)
@@ -107,14 +77,8 @@ class _Benchmark:
             if self.ns.profile:
                 self._profile(engine, requests)
             config, path = engine.config, engine.checkpoint.path
-        finally:
-            engine.close()
-            del engine
-            gc.collect()
         self._recorded_peer(result, ours)
         if self.ns.peer:
-            if config.device == "cuda":
-                torch.cuda.empty_cache()
             dummy = config.model.load_format == "dummy"
             self._transformers(result, ours, requests, path, config.model.dtype, config.device, dummy)
         if self.ns.output:
@@ -122,24 +86,15 @@ class _Benchmark:
         return 1 if ours.pooled.errors else 0
 
     def _introduce(self, engine: LLMEngine, requests: Sequence[Request], load_s: float) -> None:
-        import torch
-
-        config, info = engine.config, engine.core.info
+        self.introduce(engine, load_s)
         inputs, outputs = sum(len(p) for p, _ in requests), sum(m for _, m in requests)
-        self.report.say(
-            f"{self.name}: {self.ns.model} ({info.architecture}, {config.model.dtype}) on {config.device}, "
-            f"{torch.get_num_threads()} threads, loaded in {load_s:.1f} s"
-        )
         self.report.say(
             f"{self.ns.workload or 'own workload'}: {len(requests)} requests, {inputs} prompt tokens, {outputs} to "
             f"generate; {self.ns.warmup} warm-up and {self.ns.runs} timed runs"
         )
         if self.ns.uniform_routing:
             self._describe_routing(engine, len(requests))
-        if (self.load_average or 0) > BUSY_LOAD * (os.cpu_count() or 1):
-            self.report.say(
-                f"note: other work is running (load average {self.load_average:.1f}): times and ratios may mislead"
-            )
+        self.warn_of_other_work()
 
     def _describe_routing(self, engine: LLMEngine, rows: int) -> None:
         router = getattr(engine.executor.built.config, "router", None)
@@ -154,9 +109,7 @@ class _Benchmark:
         )
 
     def _time_engine(self, engine: LLMEngine, requests: Sequence[Request], load_s: float) -> Measured:
-        parallel = engine.config.parallel
-        ranks = max(parallel.tensor_parallel_size, parallel.expert_parallel_size)
-        gpus = ranks if engine.config.device == "cuda" else 0
+        gpus = session.gpus_of(engine.config)
         measured = self._time(lambda: run_engine(engine, requests, self.kind), "run", load_s, gpus)
         self.report.table(figures(measured.best, measured.pooled))
         found = measured.resources
@@ -176,44 +129,28 @@ class _Benchmark:
             for i in range(self.ns.runs):
                 runs.append(once())
                 self.report.say(f"{label} {i + 1}: {runs[-1].sample.wall_s:.4f} s")
-        failed = [r.error for run in runs for r in run.sample.requests if r.error]
-        if failed:
-            self.report.say(f"{len(failed)} requests failed, the first: {failed[0]}")
         samples = [run.sample for run in runs]
+        self.say_errors(samples)
         noise = metrics.spread(samples)
         if noise is not None:
             self.report.say(f"noise band: {noise:.1%} of the median from the fastest run to the slowest")
         return Measured(load_s, runs, monitor.resources, gpus)
 
     def _result(self, engine: LLMEngine, ours: Measured, requests: Sequence[Request]) -> Result:
-        info = engine.core.info
-        return Result(
-            name=self.name,
-            environment=environment.collect(self.load_average),
-            model={
-                "name": self.ns.model,
-                "architecture": info.architecture,
-                "dtype": info.dtype,
-                "weights": "random" if engine.config.model.load_format == "dummy" else "checkpoint",
-                "vocab_size": info.vocab_size,
-                "config": engine.checkpoint.raw,
-            },
-            engine_options={"given": self.kwargs, "resolved": dataclasses.asdict(engine.config)},
-            command=command_line(),
-            workload={
+        return self.result(
+            self.model_facts(engine),
+            {"resolved": session.resolved(engine.config)},
+            {
                 "name": self.ns.workload,
                 **dataclasses.asdict(self.workload),
                 "requests": len(requests),
                 "request_rate": "all at once",
                 "sampling": "greedy, end-of-sequence ignored",
-                "warmup": self.ns.warmup,
-                "runs": self.ns.runs,
                 "observed": self.kind.name,
                 "prefix_cache": "emptied before each run",
             },
-            samples=ours.samples,
-            metrics=ours.as_dict(),
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            ours.samples,
+            ours.as_dict(),
         )
 
     def _profile(self, engine: LLMEngine, requests: Sequence[Request]) -> None:

@@ -23,34 +23,13 @@ ENGINE_OPTIONS = (
 
 
 def parser(description: str, examples: str) -> argparse.ArgumentParser:
-    """With every shared option; a benchmark adds what is its own."""
-    p = argparse.ArgumentParser(
-        description=description, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    names = ", ".join(workloads.model_names())
-    work = p.add_argument_group("the work")
-    work.add_argument(
-        "--model",
-        default="demo",
-        metavar="M",
-        help=f"demo, a directory, or random weights in the shape of {names}",
-    )
-    work.add_argument(
+    """For one engine on one set of requests: with peers, fixed requests and a profile."""
+    p = engine_parser(description, examples)
+    p.add_argument(
         "--workload",
         choices=workloads.workload_names(),
         help="fixed requests by name, the same for every engine; replaces the lengths and counts given here",
     )
-    work.add_argument("--runs", type=positive, default=3, metavar="N", help="timed runs (default 3)")
-    work.add_argument("--warmup", type=count, default=1, metavar="N", help="untimed runs before them (default 1)")
-
-    work.add_argument(
-        "--uniform-routing",
-        action="store_true",
-        help="experts by a uniform random draw instead of the router, as the recorded peers had it",
-    )
-
-    add_engine_options(p)
-
     compare = p.add_argument_group("comparison and profile")
     compare.add_argument(
         "--peer",
@@ -72,6 +51,31 @@ def parser(description: str, examples: str) -> argparse.ArgumentParser:
     compare.add_argument(
         "--profile-steps", type=positive, default=32, metavar="N", help="engine steps in the trace (default 32)"
     )
+    return p
+
+
+def engine_parser(description: str, examples: str) -> argparse.ArgumentParser:
+    """With what every benchmark of the engine has; a benchmark adds what is its own."""
+    p = argparse.ArgumentParser(
+        description=description, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = ", ".join(workloads.model_names())
+    work = p.add_argument_group("the work")
+    work.add_argument(
+        "--model",
+        default="demo",
+        metavar="M",
+        help=f"demo, a directory, or random weights in the shape of {names}",
+    )
+    work.add_argument("--runs", type=positive, default=3, metavar="N", help="timed runs (default 3)")
+    work.add_argument("--warmup", type=count, default=1, metavar="N", help="untimed runs before them (default 1)")
+    work.add_argument(
+        "--uniform-routing",
+        action="store_true",
+        help="experts by a uniform random draw instead of the router, as the recorded peers had it",
+    )
+
+    add_engine_options(p)
 
     out = p.add_argument_group("the result")
     out.add_argument("--output", type=Path, metavar="FILE.json", help="write the result here, and FILE.log beside it")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 from common.metrics import gaps
 from common.schema import RequestSample, RunSample
@@ -56,38 +58,88 @@ class Trace:
         return RequestSample(self.prompt_length, len(self.tokens), start, end, first, self.cached, itl, self.error)
 
 
+class Driver:
+    """Adds requests to an engine one by one, steps it, and notes when each got its tokens.
+
+    A context, at whose end the engine is left without these requests, whatever happened. `times`: the clock after each
+    step.
+    """
+
+    def __init__(self, engine: LLMEngine, kind: RequestOutputKind = RequestOutputKind.DELTA) -> None:
+        if kind is RequestOutputKind.CUMULATIVE:
+            raise ValueError("outputs must be DELTA or FINAL_ONLY, got CUMULATIVE")
+        self.engine, self.kind = engine, kind
+        self.traces: dict[str, Trace] = {}
+        self.times: list[float] = []
+        self._ended = 0
+        gc.collect()
+        self.origin = time.perf_counter()
+
+    def __enter__(self) -> Driver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.discard(self.traces)
+
+    def add(self, request: Request) -> Trace:
+        """Queue a request: greedy, past the end-of-sequence token."""
+        prompt, wanted = request
+        name = str(len(self.traces))
+        trace = self.traces[name] = Trace(len(prompt), wanted, time.perf_counter())
+        self.engine.add_request(name, prompt, _greedy(wanted), output_kind=self.kind)
+        return trace
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that have not ended."""
+        return len(self.traces) - self._ended
+
+    def step(self) -> None:
+        outputs = self.engine.step()
+        now = time.perf_counter()
+        self.times.append(now)
+        for output in outputs:
+            self.traces[output.request_id].take(output, now)
+            self._ended += output.finished
+
+    def result(self, label: str | None = None) -> Run:
+        """Once all have ended."""
+        wall = time.perf_counter() - self.origin
+        watched = self.kind is RequestOutputKind.DELTA
+        traces = self.traces.values()
+        return Run(
+            RunSample(wall, [trace.sample(self.origin, watched) for trace in traces], label),
+            [trace.tokens for trace in traces],
+        )
+
+
+@cache
+def _greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+
 def run_engine(
     engine: LLMEngine,
     requests: Sequence[Request],
     kind: RequestOutputKind = RequestOutputKind.DELTA,
     after_step: Callable[[], None] | None = None,
+    *,
+    concurrency: int | None = None,
+    keep_cache: bool = False,
+    label: str | None = None,
 ) -> Run:
-    """Add all requests at once and step until the last has ended: greedy, past the end-of-sequence token.
+    """Add all requests at once, or the next one whenever fewer than `concurrency` run; step until the last has ended.
 
-    DELTA notes every token; FINAL_ONLY only ends, at less cost. The prefix cache is emptied first.
+    DELTA notes every token; FINAL_ONLY only ends, at less cost. The prefix cache is emptied first, or kept.
     """
-    if kind is RequestOutputKind.CUMULATIVE:
-        raise ValueError("outputs must be DELTA or FINAL_ONLY, got CUMULATIVE")
-    params = {m: SamplingParams(temperature=0, max_tokens=m, ignore_eos=True) for m in {m for _, m in requests}}
-    traces = {str(i): Trace(len(prompt), m) for i, (prompt, m) in enumerate(requests)}
-    engine.reset_prefix_cache()
-    gc.collect()
-    clock = time.perf_counter
-    origin = clock()
-    try:
-        for (name, trace), (prompt, m) in zip(traces.items(), requests):
-            trace.start = clock()
-            engine.add_request(name, prompt, params[m], output_kind=kind)
-        while engine.has_unfinished_requests():
-            outputs = engine.step()
-            now = clock()
-            for output in outputs:
-                traces[output.request_id].take(output, now)
+    if not keep_cache:
+        engine.reset_prefix_cache()
+    waiting = deque(requests)
+    with Driver(engine, kind) as driver:
+        while waiting or driver.unfinished:
+            while waiting and (concurrency is None or driver.unfinished < concurrency):
+                driver.add(waiting.popleft())
+            driver.step()
             if after_step is not None:
                 after_step()
-        wall = clock() - origin
-    finally:
-        engine.discard(traces)
-    watched = kind is RequestOutputKind.DELTA
-    sample = RunSample(wall, [trace.sample(origin, watched) for trace in traces.values()])
-    return Run(sample, [trace.tokens for trace in traces.values()])
+        return driver.result(label)

@@ -52,10 +52,14 @@ class RequestSample:
 
 @dataclass
 class RunSample:
-    """All requests of one timed run; `wall_s` goes from before the first was added until after the last ended."""
+    """All requests of one timed run; `wall_s` goes from before the first was added until after the last ended.
+
+    label   the setting that ran, in a benchmark that compares several
+    """
 
     wall_s: float
     requests: list[RequestSample]
+    label: str | None = None
 
 
 @dataclass
@@ -91,7 +95,7 @@ class Result:
             raise ValueError(f"schema_version is {data.get('schema_version')!r}, expected {SCHEMA_VERSION}")
         data["environment"] = Environment(**data["environment"])
         data["samples"] = [
-            RunSample(run["wall_s"], [RequestSample(**request) for request in run["requests"]])
+            RunSample(**{**run, "requests": [RequestSample(**request) for request in run["requests"]]})
             for run in data["samples"]
         ]
         return cls(**data)

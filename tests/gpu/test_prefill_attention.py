@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+from attention_chunks import borders, check_paged, paged_case
 
 from rapid_infer.ops import OPS
 from rapid_infer.ops.paged_attention import make_metadata
@@ -75,3 +80,12 @@ def test_prefill(
     expected, expected_lse = OPS["paged_attention"].reference(**case)
     torch.testing.assert_close(out.float(), expected.float(), atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(lse, expected_lse, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_chunks_of_every_length_around_a_page(name: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(attention_prefill, "choose", lambda *_: CONFIGS[name])
+    lengths = borders((0, 1, 2, 31, 32, 33, 62, 63, 64, 65), range(1, 66))
+    check_paged(paged_case(lengths, 8, 2, dim, 64, torch.bfloat16, "cuda"))

@@ -199,3 +199,50 @@ def test_the_first_of_n_completions_is_that_of_one(qwen3, open_llm):
     assert double[:1] == single
     assert triple[:2] == double
     assert len({tuple(tokens) for tokens in triple}) == 3
+
+
+@pytest.mark.parametrize("operators", ["default", "triton", "triton, every row by itself"])
+def test_groups_grow_and_vanish_while_others_run(operators, tiny, open_llm, monkeypatch):
+    """Two prefixes and requests with neither; Triton's decode attention reads what neighbours share only once."""
+    model, options, seen = tiny("llama", {"num_hidden_layers": 1}), {"block_size": 16}, []
+    if operators != "default":
+        pytest.importorskip("triton")
+        from rapid_infer.ops.providers.triton import (
+            attention_decode,
+            attention_groups,
+            attention_shared,
+            attention_tile,
+        )
+
+        plan = attention_decode.decode_plan
+
+        def noted(*arguments):
+            made = plan(*arguments)
+            if made.shared is not None:
+                seen.append(made.shared.rows[:, 0].tolist())
+            return made
+
+        monkeypatch.setattr(attention_decode, "decode_plan", noted)
+        monkeypatch.setattr(attention_shared, "SHARING", operators == "triton")
+        monkeypatch.setattr(attention_tile, "MAX_TILE", 16)
+        monkeypatch.setattr(attention_groups, "MIN_BLOCKS", 2)
+        monkeypatch.setattr(attention_groups, "MIN_SAVED", 2)
+        options["op_priority"] = {"paged_attention": ["triton"]}
+    other = [11 * n % 197 for n in range(5, 53)]
+    first, second = ([*PREFIX[:32], 3, n] for n in (1, 2)), ([*PREFIX[:32], 4, n, n] for n in (1, 2))
+    arrivals = {0: [*first, PREFIX[40:50]], 1: [[*other, n] for n in (1, 2, 3)], 2: [*second, other[3:40]]}
+    lengths = {0: 3, 1: 5, 2: 5}
+    engine, prompts, got = open_llm(model, **options).engine, [], {}
+    for step in range(10):
+        for prompt in arrivals.get(step, ()):
+            params = SamplingParams(temperature=0, max_tokens=lengths[step])
+            engine.add_request(str(len(prompts)), prompt, params)
+            prompts.append((prompt, lengths[step]))
+        got |= {output.request_id: output.outputs[0].token_ids for output in engine.step()}
+    assert not engine.has_unfinished_requests()
+    expected = wanted(model, [prompt for prompt, _ in prompts])
+    assert [got[str(n)] for n in range(9)] == [run[:length] for run, (_, length) in zip(expected, prompts)]
+    # Blocks that each decode row shares, from step to step; of three with 48 tokens in common two compute one.
+    steps = list(dict.fromkeys(map(tuple, seen)))
+    expected = [(2, 2, 0, 3, 3), (2, 2, 0, 3, 3, 3), (3, 3, 3, 2, 2, 0), (2, 2, 0)]
+    assert steps == (expected if operators == "triton" else [])

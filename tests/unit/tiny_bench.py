@@ -1,4 +1,11 @@
-"""The model that benchmarks are tried on."""
+"""The model that benchmarks are tried on, and how they are started."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 TINY_CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -18,3 +25,15 @@ TINY_CONFIG = {
     "eos_token_id": 5,
     "torch_dtype": "float32",
 }
+
+
+def write_tiny(directory: Path) -> Path:
+    """A folder with the tiny model's config.json and nothing else, for random weights."""
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(TINY_CONFIG))
+    return directory
+
+
+def start(script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / script), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)

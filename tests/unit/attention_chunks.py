@@ -1,0 +1,101 @@
+"""Steps whose chunks begin and end at every offset around a page, for Triton's attention against the reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rapid_infer.ops import OPS
+from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.paged_attention import make_metadata
+from rapid_infer.ops.providers.triton.attention import paged_attention
+from rapid_infer.ops.providers.triton.latent_context import latent_context
+from rapid_infer.ops.providers.triton.latent_prefill import latent_prefill
+
+TOLERANCE = {
+    torch.float32: {"atol": 5e-5, "rtol": 5e-5},
+    torch.bfloat16: {"atol": 2e-2, "rtol": 2e-2},
+    torch.float16: {"atol": 5e-3, "rtol": 5e-3},
+}
+DTYPES = list(TOLERANCE)
+Lengths = tuple[list[int], list[int]]
+
+
+def borders(contexts: Iterable[int], chunks: Iterable[int]) -> Lengths:
+    """(seq_lens, query_lens) of rows with every chunk after every context; chunks of one token first."""
+    rows = sorted((chunk, context) for context in contexts for chunk in chunks)
+    return [context + chunk for chunk, context in rows], [chunk for chunk, _ in rows]
+
+
+def paged_case(
+    lengths: Lengths, heads: int, kv_heads: int, dim: int, size: int, dtype: torch.dtype, device: str
+) -> Any:
+    """Arguments for paged_attention, with NaN wherever a cache holds no key of a row."""
+    metadata, blocks = make_metadata(*lengths, size, device)
+    caches = torch.full((2, blocks, size, kv_heads, dim), math.nan, dtype=dtype, device=device)
+    block, slot = _keys(metadata, lengths[0], size)
+    caches[:, block, slot] = torch.randn(2, len(block), kv_heads, dim, device=device).to(dtype)
+    return {
+        "q": torch.randn(sum(lengths[1]), heads, dim, device=device).to(dtype),
+        "k_cache": caches[0],
+        "v_cache": caches[1],
+        "metadata": metadata,
+        "scale": dim**-0.5,
+        "window": None,
+        "soft_cap": None,
+        "sinks": None,
+        "return_lse": True,
+    }
+
+
+def check_paged(case: dict[str, Any]) -> None:
+    wanted = OPS["paged_attention"].reference(**_widened(case))
+    _check(paged_attention(**case), wanted, case["q"].dtype)
+
+
+def check_latent(
+    lengths: Lengths, heads: int, rank: int, nope: int, rope: int, v: int, size: int, dtype: torch.dtype, device: str
+) -> None:
+    """What a chunk sees of its context, in the cache, and of itself with such a result taken in."""
+    metadata, blocks = make_metadata(*lengths, size, device)
+    tokens = sum(lengths[1]) - metadata.num_decodes
+    cache = torch.full((blocks, size, rank + rope), math.nan, dtype=dtype, device=device)
+    block, slot = _keys(metadata, lengths[0], size)
+    cache[block, slot] = torch.randn(len(block), rank + rope, device=device).to(dtype)
+    q = torch.randn(tokens, heads, rank + rope, device=device).to(dtype)
+    context = {"q": q, "cache": cache, "metadata": metadata, "scale": (rank + rope) ** -0.5, "rank": rank}
+    wanted = OPS["latent_context"].reference(**_widened(context))
+    _check(latent_context(**context), wanted, dtype)
+    own = {
+        "q_nope": torch.randn(tokens, heads, nope, device=device).to(dtype),
+        "q_rope": torch.randn(tokens, heads, rope, device=device).to(dtype),
+        "kv": torch.randn(tokens, heads, nope + v, device=device).to(dtype),
+        "key": torch.randn(tokens, rope, device=device).to(dtype),
+        "metadata": metadata,
+        "scale": (nope + rope) ** -0.5,
+        "context": torch.randn(tokens, heads, v, device=device).to(dtype),
+        "context_lse": wanted[1],
+    }
+    _check((latent_prefill(**own),), (OPS["latent_prefill"].reference(**_widened(own)),), dtype)
+
+
+def _keys(metadata: AttentionMetadata, seq_lens: list[int], size: int) -> tuple[Tensor, Tensor]:
+    """Block and slot of every key."""
+    row = torch.repeat_interleave(torch.arange(len(seq_lens)), torch.tensor(seq_lens))
+    key = torch.cat([torch.arange(n) for n in seq_lens])
+    return metadata.block_table.cpu()[row, key // size].long().to(metadata.rows.device), (key % size).to(
+        metadata.rows.device
+    )
+
+
+def _widened(case: dict[str, Any]) -> dict[str, Any]:
+    return {k: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for k, x in case.items()}
+
+
+def _check(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+    for mine, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(mine.float(), other, **TOLERANCE[dtype])
