@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import sys
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ examples
   on an H200, a minute:
     python benchmarks/bench_shared_prefix_attention.py
   constants of the modules may be tried:
-    python benchmarks/bench_shared_prefix_attention.py --set attention_shared.QUERIES=64 --set attention_shared.STAGES=2
+    python benchmarks/bench_shared_prefix_attention.py --set attention_shared.QUERIES=128
   what can be tried without a GPU, in Triton's interpreter:
     python benchmarks/bench_shared_prefix_attention.py --device cpu --quick
 """
@@ -132,7 +131,9 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="MODULE.NAME=VALUE", help="a module's constant")
     ns = parser.parse_args()
     if ns.device == "cpu":
-        os.environ.setdefault("TRITON_INTERPRET", "1")
+        from rapid_infer.testing.interpreter import interpret_triton
+
+        interpret_triton()
     elif not torch.cuda.is_available():
         sys.exit("needs a GPU, or --device cpu --quick")
     from rapid_infer.ops.providers.triton import attention_decode, attention_groups, attention_plan, attention_shared

@@ -18,7 +18,7 @@ from rapid_infer.testing import GreedyRun
 
 pytest.importorskip("triton")
 
-from rapid_infer.ops.providers.triton import attention_groups, attention_shared
+from rapid_infer.ops.providers.triton import attention_decode, attention_groups, attention_shared
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_traffic import prompts
@@ -79,11 +79,15 @@ def test_shared_blocks_change_no_token(
     runs = runs_of(tiny(model_type))
     wanted = [run.tokens for step in runs for run in runs[step]]
     calls: list[int] = []
-    attend = attention_shared.attend_shared
-    monkeypatch.setattr(
-        "rapid_infer.ops.providers.triton.attention_decode.attend_shared",
-        lambda *arguments: (calls.append(1), attend(*arguments))[1],
-    )
+    make_plan = attention_decode.decode_plan
+
+    def noted(*arguments: Any) -> Any:
+        plan = make_plan(*arguments)
+        if plan.shared is not None:
+            calls.append(1)
+        return plan
+
+    monkeypatch.setattr(attention_decode, "decode_plan", noted)
     found = {}
     for sharing in (True, False):
         monkeypatch.setattr(attention_shared, "SHARING", sharing)

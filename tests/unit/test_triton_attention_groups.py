@@ -66,16 +66,19 @@ def check_items(plan: SharedPlan, tiles: list[int]) -> None:
             start = first[item] + attention_groups.ITEM_COST
             begin, end = max(start, slice * quota) - start, min(first[item + 1], (slice + 1) * quota) - start
             if begin < end:
-                row, count = plan.items[item].tolist()
+                row, count, _, _ = plan.items[item].tolist()
                 assert count <= plan.pack
                 for at in range(row, row + count):
-                    places.append(at + slice * plan.pack)
+                    places.append(len(tiles) + at + slice * plan.pack)
                     found.setdefault(at, []).append((slice, begin, end))
     assert len(set(places)) == len(places)
     assert max(places) < len(plan.partial)
     assert sorted(found) == [row for row, n in enumerate(tiles) if n]
     for row, parts in found.items():
-        _, first_slice, slices = plan.rows[row].tolist()
+        _, item = plan.rows[row].tolist()
+        first_row, count, first_slice, slices = plan.items[item].tolist()
+        assert first_row <= row < first_row + count
+        assert not plan.arrived[item].any()
         assert [slice for slice, _, _ in parts] == list(range(first_slice, first_slice + slices))
         assert (parts[0][1], parts[-1][2]) == (0, tiles[row])
         assert all(a[2] == b[1] for a, b in pairwise(parts))
@@ -90,12 +93,12 @@ def test_against_a_plain_model(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
     with_groups = 0
     for _ in range(12):
         for name, choices in {
-            "PROGRAMS_PER_MULTIPROCESSOR": (1, 2, 5),
             "MIN_QUOTA": (1, 3),
             "ITEM_COST": (0, 1, 2),
             "COMPARED_AT_ONCE": (32, 128, 4096),
         }.items():
             monkeypatch.setattr(attention_groups, name, random.choice(choices))
+        monkeypatch.setattr(attention_plan, "PROGRAMS_PER_MULTIPROCESSOR", random.choice((1, 2, 5)))
         rows, tile, pack = random.choice([2, 3, 9, 17, 31, 32]), random.choice([8, 16]), random.choice([2, 4, 32])
         metadata = random_step(rows, random.choice([4, 12, 20]), random.choice([rows, rows, rows - 2]))
         plan = attention_plan.decode_plan(metadata, 1, 1, 16, tile, None, SIZE, pack)

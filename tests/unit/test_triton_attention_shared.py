@@ -44,10 +44,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         "MIN_BLOCKS": 2,
         "MIN_SAVED": 2,
         "MIN_QUOTA": 1,
-        "PROGRAMS_PER_MULTIPROCESSOR": 3,
         "COMPARED_AT_ONCE": 128,
     }.items():
         monkeypatch.setattr(attention_groups, name, value)
+    monkeypatch.setattr(attention_plan, "PROGRAMS_PER_MULTIPROCESSOR", 3)
 
 
 def make_case(
@@ -124,7 +124,7 @@ def shared_of(seq_lens: list[int], blocks: int) -> list[int]:
 @pytest.mark.parametrize("programs", [1, 3, 20])
 def test_all_rows_in_one_group(queries: int, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_shared, "FP32_QUERIES", queries)
-    monkeypatch.setattr(attention_groups, "PROGRAMS_PER_MULTIPROCESSOR", programs)
+    monkeypatch.setattr(attention_plan, "PROGRAMS_PER_MULTIPROCESSOR", programs)
     case = make_case([130 + 3 * i for i in range(23)], [(0, 23, 8)])
     check(case, sinks=True)
     assert shared(case) == [8] * 23
@@ -132,14 +132,13 @@ def test_all_rows_in_one_group(queries: int, programs: int, monkeypatch: pytest.
 
 @pytest.mark.parametrize("quota", [1, 4])
 @pytest.mark.parametrize("item_cost", [0, 2])
-@pytest.mark.parametrize("at_once", [1, 8192])
+@pytest.mark.parametrize("programs", [1, 4, 9])
 def test_items_and_rows_in_many_slices(
-    quota: int, item_cost: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+    quota: int, item_cost: int, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention_groups, "MIN_QUOTA", quota)
     monkeypatch.setattr(attention_groups, "ITEM_COST", item_cost)
-    monkeypatch.setattr(attention_groups, "PROGRAMS_PER_MULTIPROCESSOR", 4)
-    monkeypatch.setattr(attention_shared, "ADDED_AT_ONCE", at_once)
+    monkeypatch.setattr(attention_plan, "PROGRAMS_PER_MULTIPROCESSOR", programs)
     check(make_case([200, 170, 300, 280, 290], [(0, 2, 9), (2, 5, 14)], heads=3, kv_heads=1))
 
 

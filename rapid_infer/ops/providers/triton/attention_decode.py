@@ -12,39 +12,16 @@ import triton.language as tl
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
-from rapid_infer.ops.providers.triton import attention_shared
+from rapid_infer.ops.providers.triton import attention_groups
 from rapid_infer.ops.providers.triton.attention_plan import decode_plan, first_tile, row_part
-from rapid_infer.ops.providers.triton.attention_shared import (
-    add_shared,
-    attend_shared,
-    load_first,
-    rows_per_item,
-)
-from rapid_infer.ops.providers.triton.attention_tile import add_parts, attend, finish
+from rapid_infer.ops.providers.triton.attention_shared import arrive, attend_shared, queries_per_item, rows_per_item
+from rapid_infer.ops.providers.triton.attention_tile import add_parts, attend, store_part, write_row
 from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
 
 WARPS = 4
 STAGES = 3
 COMBINED_AT_ONCE = 8192
 """Elements of partial results that a program reads at once."""
-
-
-@triton.jit
-def write_row(
-    acc, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, group,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    SINKS: tl.constexpr, LSE: tl.constexpr,
-):  # fmt: skip
-    """The row's result for the `group` `[M]` of query heads of a kv head."""
-    exists = group < GROUP
-    query_head = head * GROUP + group
-    out, lse = finish(acc, top, total, sinks_ptr, query_head, exists, SINKS)
-    dim = tl.arange(0, DIM_PAD)
-    at = row * (KV_HEADS * GROUP) + query_head
-    mask = exists[:, None] & (dim < DIM)[None, :]
-    tl.store(out_ptr + at[:, None] * DIM + dim[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
-    if LSE:
-        tl.store(lse_ptr + at, lse, mask=exists)
 
 
 @triton.jit
@@ -65,15 +42,40 @@ def combine(
     return acc, top, total
 
 
-@triton.jit(do_not_specialize=["table_ptr", "rows_ptr", "seq_lens_ptr"])
+@triton.jit
+def _row_done(
+    acc, top, total, out_ptr, lse_ptr, sinks_ptr, partial_ptr, stats_ptr, row, head, group, skipped,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PACK: tl.constexpr,
+    SINKS: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """Write a row's result, or, of a row that shares tiles besides, leave it for those."""
+    if PACK == 0:
+        write_row(
+            acc, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, group,
+            KV_HEADS, GROUP, DIM, DIM_PAD, SINKS, LSE,
+        )  # fmt: skip
+    else:
+        if skipped > 0:
+            store_part(
+                acc, top, total, partial_ptr, stats_ptr, row * KV_HEADS + head, group, group < GROUP, GROUP, DIM_PAD
+            )
+        else:
+            write_row(
+                acc, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, group,
+                KV_HEADS, GROUP, DIM, DIM_PAD, SINKS, LSE,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["table_ptr", "rows_ptr", "seq_lens_ptr", "rows"])
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, table_ptr, rows_ptr, seq_lens_ptr,
     first_ptr, slice_row_ptr, quota_ptr, arrived_ptr, partial_ptr, stats_ptr,
-    shared_ptr, shared_partial_ptr, shared_stats_ptr,
-    q_stride, q_head_stride, table_stride, block_stride, token_stride, head_stride, window, scale, cap,
+    shared_ptr, item_first_ptr, items_ptr, slice_item_ptr, shared_quota_ptr, item_arrived_ptr,
+    shared_partial_ptr, shared_stats_ptr,
+    q_stride, q_head_stride, table_stride, block_stride, token_stride, head_stride, window, scale, cap, rows,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROW_COST: tl.constexpr, COUNT: tl.constexpr,
-    PACK: tl.constexpr, ADD_COUNT: tl.constexpr,
+    PACK: tl.constexpr, QUERIES: tl.constexpr, ITEM_COST: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start_next(PDL)
@@ -83,10 +85,21 @@ def _decode_kernel(
     group = tl.arange(0, M)
     dim = tl.arange(0, DIM_PAD)
     real = (group < GROUP)[:, None] & (dim < DIM)[None, :]
+    k_ptr += head * head_stride
+    v_ptr += head * head_stride
     wait_previous(PDL)
     quota = tl.load(quota_ptr)
     first_row = tl.load(slice_row_ptr + slice)
     last_row = tl.load(slice_row_ptr + slice + 1)
+    if PACK > 0:
+        shared_quota = tl.load(shared_quota_ptr)
+        if shared_quota > 0:
+            attend_shared(
+                slice, head, shared_quota, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, table_ptr, rows_ptr,
+                item_first_ptr, items_ptr, slice_item_ptr, item_arrived_ptr, shared_partial_ptr, shared_stats_ptr,
+                q_stride, q_head_stride, table_stride, block_stride, token_stride, scale, cap, rows,
+                KV_HEADS, GROUP, PACK, QUERIES, DIM, DIM_PAD, TILE, BLOCK_SIZE, ITEM_COST, CAP, SINKS, LSE,
+            )  # fmt: skip
     for row in range(first_row, last_row + 1):
         # All that depends on nothing but the row is asked for at once: each wait in turn costs as much as a tile.
         keys = tl.load(seq_lens_ptr + row)
@@ -97,57 +110,45 @@ def _decode_kernel(
         skipped = first_tile(keys, window, TILE, WINDOW)
         if PACK > 0:
             # Windows and shared blocks exclude each other.
-            skipped = tl.load(shared_ptr + row * 3)
-            shared_slice = tl.load(shared_ptr + row * 3 + 1)
-            shared_slices = tl.load(shared_ptr + row * 3 + 2)
+            skipped = tl.load(shared_ptr + row * 2)
+            item = tl.load(shared_ptr + row * 2 + 1)
         if begin < end:
-            if PACK > 0:
-                takes = (skipped > 0) & (slice == first_slice)
-                part, part_top, part_total = load_first(
-                    takes, shared_slice, shared_partial_ptr, shared_stats_ptr, row, head,
-                    KV_HEADS, GROUP, GROUP_PAD, DIM_PAD, PACK,
-                )  # fmt: skip
             acc, top, total = attend(
                 tl.zeros([M, DIM_PAD], tl.float32),
                 tl.full([M], float("-inf"), tl.float32),
                 tl.zeros([M], tl.float32),
-                q, tl.full([M], 0, tl.int32) + keys - 1,
-                k_ptr + head * head_stride, v_ptr + head * head_stride, table,
+                q, tl.full([M], 0, tl.int32) + keys - 1, k_ptr, v_ptr, table,
                 (skipped + begin) * TILE, tl.minimum((skipped + end) * TILE, keys), keys, block_stride, token_stride,
                 window, scale, cap, DIM, DIM_PAD, TILE, BLOCK_SIZE, True, WINDOW, CAP,
             )  # fmt: skip
-            if PACK > 0:  # noqa: SIM102 (known when compiled; the other is not)
-                if takes:
-                    acc, top, total = add_shared(
-                        acc, top, total, part, part_top, part_total, shared_slice, shared_slices,
-                        shared_partial_ptr, shared_stats_ptr, row, head, group,
-                        KV_HEADS, GROUP, GROUP_PAD, DIM_PAD, PACK, ADD_COUNT,
-                    )  # fmt: skip
-            if slices == 1:
-                write_row(
-                    acc, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, group,
-                    KV_HEADS, GROUP, DIM, DIM_PAD, SINKS, LSE,
+            done = slices == 1
+            if done:
+                _row_done(
+                    acc, top, total, out_ptr, lse_ptr, sinks_ptr, shared_partial_ptr, shared_stats_ptr,
+                    row, head, group, skipped, KV_HEADS, GROUP, DIM, DIM_PAD, PACK, SINKS, LSE,
                 )  # fmt: skip
             else:
                 place = (slice * 2 + (slice == first_slice).to(tl.int32)) * KV_HEADS + head
-                at = place * GROUP + group
-                tl.store(
-                    partial_ptr + at[:, None] * DIM_PAD + dim[None, :], acc, mask=(group < GROUP)[:, None]
-                )  # fmt: skip
-                stats = stats_ptr + place * (2 * GROUP) + group
-                tl.store(stats, top, mask=group < GROUP)
-                tl.store(stats + GROUP, total, mask=group < GROUP)
+                store_part(acc, top, total, partial_ptr, stats_ptr, place, group, group < GROUP, GROUP, DIM_PAD)
                 # All threads' results before the one that counts, which publishes them.
                 tl.debug_barrier()
                 arrived = arrived_ptr + first_slice * KV_HEADS + head
                 if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == slices - 1:
+                    done = True
                     tl.store(arrived, 0)
                     row_acc, row_top, row_total = combine(
                         partial_ptr, stats_ptr, first_slice, slices, head, KV_HEADS, GROUP, GROUP_PAD, DIM_PAD, COUNT
                     )
-                    write_row(
-                        row_acc, row_top, row_total, out_ptr, lse_ptr, sinks_ptr, row, head, tl.arange(0, GROUP_PAD),
-                        KV_HEADS, GROUP, DIM, DIM_PAD, SINKS, LSE,
+                    _row_done(
+                        row_acc, row_top, row_total, out_ptr, lse_ptr, sinks_ptr, shared_partial_ptr, shared_stats_ptr,
+                        row, head, tl.arange(0, GROUP_PAD), skipped, KV_HEADS, GROUP, DIM, DIM_PAD, PACK, SINKS, LSE,
+                    )  # fmt: skip
+            if PACK > 0:  # noqa: SIM102 (known when compiled; the other is not)
+                if done & (skipped > 0):
+                    arrive(
+                        item, head, out_ptr, lse_ptr, sinks_ptr, items_ptr, item_arrived_ptr,
+                        shared_partial_ptr, shared_stats_ptr, rows,
+                        KV_HEADS, GROUP, PACK, QUERIES, DIM, DIM_PAD, SINKS, LSE,
                     )  # fmt: skip
 
 
@@ -172,17 +173,21 @@ def decode(
     pack = rows_per_item(q, metadata, window, constants)
     plan = decode_plan(metadata, kv_heads, group, dim_pad, constants["TILE"], window, constants["BLOCK_SIZE"], pack)
     shared = plan.shared
+    # Without one nothing of it is looked at.
+    of_shared = (plan.first,) * 6 + (plan.partial, plan.stats)
     if shared is not None:
-        attend_shared(q, k_cache, v_cache, metadata, shared, scales, constants)
+        of_shared = (
+            shared.rows, shared.item_first, shared.items, shared.slice_item, shared.quota, shared.arrived,
+            shared.partial, shared.stats,
+        )  # fmt: skip
     _decode_kernel[(plan.slices * kv_heads,)](
         q, k_cache, v_cache, out, lse if lse is not None else out, sinks if sinks is not None else q,
         metadata.block_table, metadata.rows, metadata.seq_lens,
-        plan.first, plan.slice_row, plan.quota, plan.arrived, plan.partial, plan.stats,
-        *((plan.first, plan.partial, plan.stats) if shared is None else (shared.rows, shared.partial, shared.stats)),
+        plan.first, plan.slice_row, plan.quota, plan.arrived, plan.partial, plan.stats, *of_shared,
         q.stride(0), q.stride(1), metadata.block_table.stride(0), *k_cache.stride()[:3], window or 0,
-        KV_HEADS=kv_heads, GROUP_PAD=group_pad, ROW_COST=plan.row_cost,
+        rows=metadata.num_decodes, KV_HEADS=kv_heads, GROUP_PAD=group_pad, ROW_COST=plan.row_cost,
         COUNT=max(COMBINED_AT_ONCE // (group_pad * dim_pad), 1),
-        PACK=pack, ADD_COUNT=max(attention_shared.ADDED_AT_ONCE // (max(group_pad, 16) * dim_pad), 1),
+        PACK=pack, QUERIES=queries_per_item(q), ITEM_COST=attention_groups.ITEM_COST,
         WINDOW=window is not None, SINKS=sinks is not None, LSE=lse is not None,
         num_warps=WARPS, num_stages=STAGES, **scales, **constants, **options(q),
     )  # fmt: skip

@@ -17,13 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rapid_infer.ops.providers.triton.launch import num_multiprocessors
-
 MIN_BLOCKS = 4
 """Blocks of a group at least."""
 MIN_SAVED = 64
 """Tiles that all groups together save at least, per kv head: fewer cost less than putting results together."""
-PROGRAMS_PER_MULTIPROCESSOR = 1
 ITEM_COST = 1
 """Starting an item and writing its results, in tiles."""
 MIN_QUOTA = 4
@@ -41,14 +38,16 @@ _FAR = tl.constexpr(1 << 20)
 class SharedPlan:
     """What R rows in S slices share; `pack` rows are an item at most.
 
-    rows        `[R, 3]` int32: tiles that the row shares; if any, the first slice and the slices with its results
+    rows        `[R, 2]` int32: tiles that the row shares; if any, its item
     item_first  `[R + 1]` int32: the unit at which each item starts; after the last item the number of units
-    items       `[R, 2]` int32: first row and number of rows
+    items       `[R, 4]` int32: first row and number of rows, first slice and number of slices
+    arrived     `[R, kv_heads]` int32 zeros for items: rows and slices of it that are done; left as zeros
     slice_item  `[S + 1]` int32: the item of each slice's first unit; the slice's items end with the next slice's first
     quota       `[1]` int32: units per slice; 0 if nothing is shared, and then only `rows` is valid besides
-    partial     `[R + S * pack, kv_heads, group, dim]` fp32, dim padded: unscaled results, those of a row in slice s at
-                row + s * pack. Items and slices follow each other in one line, so no two need the same place.
-    stats       `[R + S * pack, kv_heads, 2, group]` fp32: their highest score and sum of weights
+    partial     `[2 * R + S * pack, kv_heads, group, dim]` fp32, dim padded: unscaled results, of a row's own keys at
+                row, of what it shares in slice s at R + row + s * pack. Items and slices follow each other in one line,
+                so no two need the same place.
+    stats       `[2 * R + S * pack, kv_heads, 2, group]` fp32: their highest score and sum of weights
     """
 
     slices: int
@@ -58,28 +57,29 @@ class SharedPlan:
     items: Tensor
     slice_item: Tensor
     quota: Tensor
+    arrived: Tensor
     partial: Tensor
     stats: Tensor
 
 
 def empty_shared_plan(
-    rows: int, kv_heads: int, group: int, dim_pad: int, pack: int, device: torch.device
+    rows: int, slices: int, kv_heads: int, group: int, dim_pad: int, pack: int, device: torch.device
 ) -> SharedPlan:
     """As the plan kernel fills it."""
-    slices = max(PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(device) // kv_heads, 1)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    places = rows + slices * pack
+    places = 2 * rows + slices * pack
     return SharedPlan(
         slices=slices,
         pack=pack,
-        rows=empty(rows, 3),
+        rows=empty(rows, 2),
         item_first=empty(rows + 1),
-        items=empty(rows, 2),
+        items=empty(rows, 4),
         slice_item=empty(slices + 1),
         quota=empty(1),
+        arrived=empty(rows, kv_heads),
         partial=empty(places, kv_heads, group, dim_pad, dtype=torch.float32),
         stats=empty(places, kv_heads, 2, group, dtype=torch.float32),
     )
@@ -177,15 +177,15 @@ def find_groups(
 
 @triton.jit
 def plan_items(
-    tiles, start, end, shared_ptr, item_first_ptr, items_ptr, slice_item_ptr, quota_ptr, rows, slice, slices,
-    PACK: tl.constexpr, ITEM_COST: tl.constexpr, MIN_QUOTA: tl.constexpr, ROWS: tl.constexpr,
+    tiles, start, end, shared_ptr, item_first_ptr, items_ptr, slice_item_ptr, quota_ptr, arrived_ptr,
+    rows, slice, slices, kv_heads,
+    PACK: tl.constexpr, ITEM_COST: tl.constexpr, MIN_QUOTA: tl.constexpr, ROWS: tl.constexpr, HEADS_PAD: tl.constexpr,
 ):  # fmt: skip
     """Write the plan's part that is this slice's, and in slice 0 what is everybody's."""
     row = tl.arange(0, ROWS)
     quota = 0
     if tl.max(tiles, 0) > 0:
-        nth = (row - start) % PACK
-        leads = (tiles > 0) & (nth == 0)
+        leads = (tiles > 0) & ((row - start) % PACK == 0)
         units = tl.where(leads, tiles + ITEM_COST, 0)
         total = tl.sum(units, 0)
         quota = tl.maximum((total + slices - 1) // slices, MIN_QUOTA)
@@ -196,12 +196,16 @@ def plan_items(
             item = tl.cumsum(leads.to(tl.int32), 0) - 1
             tl.store(item_first_ptr + item, begin, mask=leads)
             tl.store(item_first_ptr + tl.sum(leads.to(tl.int32), 0), total)
-            tl.store(items_ptr + item * 2, row, mask=leads)
-            tl.store(items_ptr + item * 2 + 1, tl.minimum(end - row + 1, PACK), mask=leads)
-            first = tl.gather(begin, row - nth, 0) + ITEM_COST
-            first_slice = first // quota
-            tl.store(shared_ptr + row * 3 + 1, first_slice, mask=tiles > 0)
-            tl.store(shared_ptr + row * 3 + 2, (first + tiles - 1) // quota - first_slice + 1, mask=tiles > 0)
+            first_slice = (begin + ITEM_COST) // quota
+            tl.store(items_ptr + item * 4, row, mask=leads)
+            tl.store(items_ptr + item * 4 + 1, tl.minimum(end - row + 1, PACK), mask=leads)
+            tl.store(items_ptr + item * 4 + 2, first_slice, mask=leads)
+            tl.store(items_ptr + item * 4 + 3, (begin + units - 1) // quota - first_slice + 1, mask=leads)
+            tl.store(shared_ptr + row * 2 + 1, item, mask=tiles > 0)
+            head = tl.arange(0, HEADS_PAD)
+            zeros = tl.zeros([ROWS, HEADS_PAD], tl.int32)
+            at = arrived_ptr + item[:, None] * kv_heads + head[None, :]
+            tl.store(at, zeros, mask=leads[:, None] & (head < kv_heads)[None, :])
     if slice == 0:
         tl.store(quota_ptr, quota)
-        tl.store(shared_ptr + row * 3, tiles, mask=row < rows)
+        tl.store(shared_ptr + row * 2, tiles, mask=row < rows)

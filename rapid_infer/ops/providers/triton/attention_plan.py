@@ -97,7 +97,7 @@ def _units(seq_lens_ptr, row, rows, shared, window, TILE: tl.constexpr, ROW_COST
 def _plan_kernel(
     seq_lens_ptr, decodes_ptr, first_ptr, slice_row_ptr, quota_ptr, arrived_ptr, rows, slices, window, kv_heads,
     table_ptr, rows_ptr, table_stride, shared_ptr, item_first_ptr, items_ptr, slice_item_ptr, shared_quota_ptr,
-    shared_slices,
+    item_arrived_ptr,
     TILE: tl.constexpr, ROW_COST: tl.constexpr, MIN_QUOTA: tl.constexpr, WINDOW: tl.constexpr,
     HEADS_PAD: tl.constexpr, ROWS: tl.constexpr, DECODES: tl.constexpr,
     PACK: tl.constexpr, BLOCK_SIZE: tl.constexpr, MIN_BLOCKS: tl.constexpr, MIN_SAVED: tl.constexpr,
@@ -119,7 +119,7 @@ def _plan_kernel(
         )  # fmt: skip
         plan_items(
             shared, start, end, shared_ptr, item_first_ptr, items_ptr, slice_item_ptr, shared_quota_ptr,
-            rows, slice, shared_slices, PACK, ITEM_COST, MIN_SHARED_QUOTA, ROWS,
+            item_arrived_ptr, rows, slice, slices, kv_heads, PACK, ITEM_COST, MIN_SHARED_QUOTA, ROWS, HEADS_PAD,
         )  # fmt: skip
     total = 0
     for at in range(0, rows, ROWS):
@@ -180,18 +180,17 @@ def decode_plan(
         arrived=empty(slices + 1, kv_heads),
         partial=empty(slices, 2, kv_heads, group, dim_pad, dtype=torch.float32),
         stats=empty(slices, 2, kv_heads, 2, group, dtype=torch.float32),
-        shared=empty_shared_plan(rows, kv_heads, group, dim_pad, pack, device) if pack else None,
+        shared=empty_shared_plan(rows, slices, kv_heads, group, dim_pad, pack, device) if pack else None,
     )
     shared = plan.shared
     at_once = _ROWS_AT_ONCE if shared is None else padded_rows(rows)
-    _plan_kernel[(max(slices, 0 if shared is None else shared.slices) + 1,)](
+    _plan_kernel[(slices + 1,)](
         metadata.seq_lens, metadata.seq_lens if metadata.decodes is None else metadata.decodes,
         plan.first, plan.slice_row, plan.quota, plan.arrived,
         rows, slices, window or 0, kv_heads,
         metadata.block_table, metadata.rows, metadata.block_table.stride(0),
-        *((plan.first,) * 5 if shared is None else
-          (shared.rows, shared.item_first, shared.items, shared.slice_item, shared.quota)),
-        0 if shared is None else shared.slices,
+        *((plan.first,) * 6 if shared is None else
+          (shared.rows, shared.item_first, shared.items, shared.slice_item, shared.quota, shared.arrived)),
         TILE=tile, ROW_COST=ROW_COST, MIN_QUOTA=MIN_QUOTA, WINDOW=window is not None,
         HEADS_PAD=triton.next_power_of_2(kv_heads), ROWS=at_once,
         DECODES=metadata.decodes is not None, PACK=pack, BLOCK_SIZE=block_size,

@@ -1,12 +1,10 @@
-"""Attention of decode rows to the cache blocks that they share (see attention_groups): read once for many rows.
+"""Decode attention of what rows share: items of rows that read the same blocks together (see attention_groups).
 
-The query heads of a kv head of up to `pack` rows make one tile of queries. The decode kernel, which runs next, attends
-the rest of each row and takes these results in where the row starts.
+Programs of the decode kernel do a share of it before the rows' own keys. The last to be done with anything of an item,
+its shared tiles or a row's own keys, puts the item's results together.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -15,23 +13,15 @@ from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.providers.triton import attention_groups
-from rapid_infer.ops.providers.triton.attention_groups import SharedPlan
 from rapid_infer.ops.providers.triton.attention_plan import row_part
-from rapid_infer.ops.providers.triton.attention_tile import add_parts, attend
-from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
+from rapid_infer.ops.providers.triton.attention_tile import attend, load_part, merge, store_part, write_row
 
 SHARING = True
 """For measurements: False makes every row read all its keys."""
 QUERIES = 64
-"""Query heads of a tile, all its rows together."""
-FEW_QUERIES = 64
-"""The same where all rows fit."""
+"""Query heads of an item, all its rows together."""
 FP32_QUERIES = 16
 """Exact products are made without tensor cores, from registers, where more would not fit."""
-ADDED_AT_ONCE = 4096
-"""Elements of results that a program of the decode kernel reads at once."""
-QUERIES_PER_WARP = 16
-STAGES = 2
 
 
 def rows_per_item(q: Tensor, metadata: AttentionMetadata, window: int | None, constants: dict[str, int]) -> int:
@@ -41,81 +31,24 @@ def rows_per_item(q: Tensor, metadata: AttentionMetadata, window: int | None, co
     whole = block_size % constants["TILE"] == 0
     if not (SHARING and 2 <= rows <= attention_groups.MAX_ROWS and window is None and possible and whole):
         return 0
-    queries = _queries(q, rows, group) // group
-    return queries if queries >= 2 else 0
+    rows_of_item = queries_per_item(q) // group
+    return rows_of_item if rows_of_item >= 2 else 0
 
 
-def _queries(q: Tensor, rows: int, group: int) -> int:
-    if q.dtype == torch.float32:
-        return FP32_QUERIES
-    return FEW_QUERIES if rows * group <= FEW_QUERIES else QUERIES
-
-
-@triton.jit
-def load_first(
-    takes, first_slice, partial_ptr, stats_ptr, row, head,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM_PAD: tl.constexpr, PACK: tl.constexpr,
-):  # fmt: skip
-    """(part `[GROUP_PAD, DIM_PAD]`, top and total `[GROUP_PAD]`) of what a row shares in its first slice, if it takes.
-
-    Asked for before the row's own keys are, so that it comes along with them.
-    """
-    group, dim = tl.arange(0, GROUP_PAD), tl.arange(0, DIM_PAD)
-    place = (row + first_slice * PACK) * KV_HEADS + head
-    exists = takes & (group < GROUP)
-    stats = stats_ptr + place * (2 * GROUP) + group
-    top = tl.load(stats, mask=exists, other=float("-inf"), cache_modifier=".cg")
-    total = tl.load(stats + GROUP, mask=exists, other=0.0, cache_modifier=".cg")
-    at = (place * GROUP + group)[:, None] * DIM_PAD + dim[None, :]
-    return tl.load(partial_ptr + at, mask=exists[:, None], other=0.0, cache_modifier=".cg"), top, total
+def queries_per_item(q: Tensor) -> int:
+    return FP32_QUERIES if q.dtype == torch.float32 else QUERIES
 
 
 @triton.jit
-def add_shared(
-    acc, top, total, part, part_top, part_total, first_slice, slices, partial_ptr, stats_ptr, row, head, group,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM_PAD: tl.constexpr, PACK: tl.constexpr,
-    COUNT: tl.constexpr,
-):  # fmt: skip
-    """(acc `[M, DIM_PAD]`, top and total `[M]`) of a row's `group` `[M]` of query heads, with what it shares taken in.
-
-    Always in the order of slices; the first one's part is at hand.
-    """
-    M: tl.constexpr = acc.shape[0]
-    TIMES: tl.constexpr = M // GROUP_PAD
-    # What stands beyond the group is never looked at, so the group may be repeated there.
-    part_top = tl.reshape(tl.broadcast_to(part_top[None, :], [TIMES, GROUP_PAD]), [M])
-    part_total = tl.reshape(tl.broadcast_to(part_total[None, :], [TIMES, GROUP_PAD]), [M])
-    part = tl.reshape(tl.broadcast_to(part[None, :, :], [TIMES, GROUP_PAD, DIM_PAD]), [M, DIM_PAD])
-    higher = tl.maximum(top, part_top)
-    base = tl.where(higher == float("-inf"), 0.0, higher)
-    weight = tl.exp2(part_top - base)
-    shrink = tl.exp2(top - base)
-    total = total * shrink + part_total * weight
-    acc = acc * shrink[:, None] + part * weight[:, None]
-    top = higher
-    for start in range(1, slices, COUNT):
-        nth = start + tl.arange(0, COUNT)
-        place = (row + (first_slice + nth) * PACK) * KV_HEADS + head
-        acc, top, total = add_parts(acc, top, total, partial_ptr, stats_ptr, place, nth < slices, group, GROUP, DIM_PAD)
-    return acc, top, total
-
-
-@triton.jit(do_not_specialize=["table_ptr", "rows_ptr"])
-def _shared_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr,
-    item_first_ptr, items_ptr, slice_item_ptr, quota_ptr, partial_ptr, stats_ptr,
-    q_stride, q_head_stride, table_stride, block_stride, token_stride, head_stride, scale, cap,
+def attend_shared(
+    slice, head, quota, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, table_ptr, rows_ptr,
+    item_first_ptr, items_ptr, slice_item_ptr, arrived_ptr, partial_ptr, stats_ptr,
+    q_stride, q_head_stride, table_stride, block_stride, token_stride, scale, cap, rows,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, M: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, ITEM_COST: tl.constexpr,
-    CAP: tl.constexpr, PDL: tl.constexpr,
+    CAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    start_next(PDL)
-    slice = tl.program_id(0) // KV_HEADS
-    head = tl.program_id(0) % KV_HEADS
-    wait_previous(PDL)
-    quota = tl.load(quota_ptr)
-    if quota == 0:
-        return
+    """A slice of the items, for one kv head, at whose keys and values `k_ptr` and `v_ptr` point."""
     index = tl.arange(0, M)
     nth = index // GROUP
     group = index % GROUP
@@ -123,8 +56,8 @@ def _shared_kernel(
     for item in range(tl.load(slice_item_ptr + slice), tl.load(slice_item_ptr + slice + 1) + 1):
         begin, end, _, _ = row_part(item_first_ptr, item, slice, quota, ITEM_COST)
         if begin < end:
-            first_row = tl.load(items_ptr + item * 2)
-            exists = nth < tl.load(items_ptr + item * 2 + 1)
+            first_row = tl.load(items_ptr + item * 4)
+            exists = nth < tl.load(items_ptr + item * 4 + 1)
             # All its rows have the same blocks here.
             table = table_ptr + tl.load(rows_ptr + first_row) * table_stride
             q_at = q_ptr + ((first_row + nth) * q_stride + (head * GROUP + group) * q_head_stride)[:, None]
@@ -133,36 +66,46 @@ def _shared_kernel(
                 tl.zeros([M, DIM_PAD], tl.float32),
                 tl.full([M], float("-inf"), tl.float32),
                 tl.zeros([M], tl.float32),
-                q, index, k_ptr + head * head_stride, v_ptr + head * head_stride, table,
-                begin * TILE, end * TILE, end * TILE, block_stride, token_stride,
+                q, index, k_ptr, v_ptr, table, begin * TILE, end * TILE, end * TILE, block_stride, token_stride,
                 0, scale, cap, DIM, DIM_PAD, TILE, BLOCK_SIZE, False, False, CAP,
             )  # fmt: skip
-            place = (first_row + nth + slice * PACK) * KV_HEADS + head
-            at = place * GROUP + group
-            tl.store(partial_ptr + at[:, None] * DIM_PAD + dim[None, :], acc, mask=exists[:, None])
-            stats = stats_ptr + place * (2 * GROUP) + group
-            tl.store(stats, top, mask=exists)
-            tl.store(stats + GROUP, total, mask=exists)
+            place = (rows + first_row + nth + slice * PACK) * KV_HEADS + head
+            store_part(acc, top, total, partial_ptr, stats_ptr, place, group, exists, GROUP, DIM_PAD)
+            arrive(
+                item, head, out_ptr, lse_ptr, sinks_ptr, items_ptr, arrived_ptr, partial_ptr, stats_ptr, rows,
+                KV_HEADS, GROUP, PACK, M, DIM, DIM_PAD, SINKS, LSE,
+            )  # fmt: skip
 
 
-def attend_shared(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    metadata: AttentionMetadata,
-    plan: SharedPlan,
-    scales: dict[str, Any],
-    constants: dict[str, int],
-) -> None:
-    """Write the plan's `partial` and `stats` for this layer; arguments as of `decode`."""
-    kv_heads, group = k_cache.shape[-2], constants["GROUP"]
-    exact = q.dtype == torch.float32
-    padded = max(_queries(q, metadata.num_decodes, group), 16)
-    _shared_kernel[(plan.slices * kv_heads,)](
-        q, k_cache, v_cache, metadata.block_table, metadata.rows,
-        plan.item_first, plan.items, plan.slice_item, plan.quota, plan.partial, plan.stats,
-        q.stride(0), q.stride(1), metadata.block_table.stride(0), *k_cache.stride()[:3],
-        KV_HEADS=kv_heads, PACK=plan.pack, M=padded, ITEM_COST=attention_groups.ITEM_COST,
-        num_warps=8 if exact else min(max(padded // QUERIES_PER_WARP, 4), 8), num_stages=STAGES,
-        **scales, **constants, **options(q),
-    )  # fmt: skip
+@triton.jit
+def arrive(
+    item, head, out_ptr, lse_ptr, sinks_ptr, items_ptr, arrived_ptr, partial_ptr, stats_ptr, rows,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, M: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """A slice of an item, or a row's own keys, are done. The last one writes the item's results.
+
+    Always added up in the same order: own keys first, then slices.
+    """
+    count = tl.load(items_ptr + item * 4 + 1)
+    slices = tl.load(items_ptr + item * 4 + 3)
+    # All threads' results before the one that counts, which publishes them.
+    tl.debug_barrier()
+    arrived = arrived_ptr + item * KV_HEADS + head
+    if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == count + slices - 1:
+        tl.store(arrived, 0)
+        index = tl.arange(0, M)
+        nth = index // GROUP
+        exists = nth < count
+        group = tl.where(exists, index % GROUP, GROUP)
+        row = tl.load(items_ptr + item * 4) + nth
+        first_slice = tl.load(items_ptr + item * 4 + 2)
+        acc, top, total = load_part(partial_ptr, stats_ptr, row * KV_HEADS + head, group, exists, GROUP, DIM_PAD)
+        for slice in range(first_slice, first_slice + slices):
+            place = (rows + row + slice * PACK) * KV_HEADS + head
+            part, part_top, part_total = load_part(partial_ptr, stats_ptr, place, group, exists, GROUP, DIM_PAD)
+            acc, top, total = merge(acc, top, total, part, part_top, part_total)
+        write_row(
+            acc, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, group,
+            KV_HEADS, GROUP, DIM, DIM_PAD, SINKS, LSE,
+        )  # fmt: skip

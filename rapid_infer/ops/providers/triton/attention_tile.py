@@ -157,3 +157,55 @@ def finish(acc, top, total, sinks_ptr, head, exists, SINKS: tl.constexpr):
         top = higher
     total = tl.where(total > 0.0, total, 1.0)
     return acc / total[:, None], (top + tl.log2(total)) * _LN2
+
+
+@triton.jit
+def write_row(
+    acc, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, group,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    SINKS: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """The result of a row, or of `row` `[M]`, for the `group` `[M]` of query heads of a kv head; none from GROUP on."""
+    exists = group < GROUP
+    query_head = head * GROUP + group
+    out, lse = finish(acc, top, total, sinks_ptr, query_head, exists, SINKS)
+    dim = tl.arange(0, DIM_PAD)
+    at = row * (KV_HEADS * GROUP) + query_head
+    mask = exists[:, None] & (dim < DIM)[None, :]
+    tl.store(out_ptr + at[:, None] * DIM + dim[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+    if LSE:
+        tl.store(lse_ptr + at, lse, mask=exists)
+
+
+@triton.jit
+def store_part(
+    acc, top, total, partial_ptr, stats_ptr, place, group, exists, GROUP: tl.constexpr, DIM_PAD: tl.constexpr
+):
+    """Leave (acc `[M, DIM_PAD]`, top and total `[M]`) at `place`, or `[M]` of them, to be put together with others."""
+    dim = tl.arange(0, DIM_PAD)
+    at = place * GROUP + group
+    tl.store(partial_ptr + at[:, None] * DIM_PAD + dim[None, :], acc, mask=exists[:, None])
+    stats = stats_ptr + place * (2 * GROUP) + group
+    tl.store(stats, top, mask=exists)
+    tl.store(stats + GROUP, total, mask=exists)
+
+
+@triton.jit
+def load_part(partial_ptr, stats_ptr, place, group, exists, GROUP: tl.constexpr, DIM_PAD: tl.constexpr):
+    """What `store_part` left; nothing, with a highest score of minus infinity, where not `exists`."""
+    dim = tl.arange(0, DIM_PAD)
+    # Programs that may have run beside this one wrote it: not to be read through the first level cache.
+    at = (place * GROUP + group)[:, None] * DIM_PAD + dim[None, :]
+    acc = tl.load(partial_ptr + at, mask=exists[:, None], other=0.0, cache_modifier=".cg")
+    stats = stats_ptr + place * (2 * GROUP) + group
+    top = tl.load(stats, mask=exists, other=float("-inf"), cache_modifier=".cg")
+    return acc, top, tl.load(stats + GROUP, mask=exists, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def merge(acc, top, total, other_acc, other_top, other_total):
+    """Both as one: each `[M, DIM_PAD]`, `[M]` and `[M]`."""
+    higher = tl.maximum(top, other_top)
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    shrink, weight = tl.exp2(top - base), tl.exp2(other_top - base)
+    return acc * shrink[:, None] + other_acc * weight[:, None], higher, total * shrink + other_total * weight

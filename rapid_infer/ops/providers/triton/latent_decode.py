@@ -11,8 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
-from rapid_infer.ops.providers.triton.attention_decode import COMBINED_AT_ONCE, combine, write_row
+from rapid_infer.ops.providers.triton.attention_decode import COMBINED_AT_ONCE, combine
 from rapid_infer.ops.providers.triton.attention_plan import decode_plan, row_part
+from rapid_infer.ops.providers.triton.attention_tile import write_row
 from rapid_infer.ops.providers.triton.latent_tile import attend_latent, check_strides, latent_shape, load_query
 from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
 
