@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -114,7 +115,7 @@ def steady_engine(queue_depth: int, executor: type[StubExecutor] = StubExecutor)
     )
     core = EngineCore(config, executor(queue_depth))
     for i in range(ROWS):
-        prompt = [1 + i % 7] * (16 + i % BLOCK_SIZE)
+        prompt = np.full(16 + i % BLOCK_SIZE, 1 + i % 7, np.int32)
         core.add_request(Request(str(i), prompt, SamplingParams(temperature=0), (7,), MAX_LEN, share_key=b"%d" % i))
     for _ in range(10):
         core.step()

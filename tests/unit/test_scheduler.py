@@ -101,7 +101,7 @@ def test_generated_tokens_are_shared_as_well(block_size: int, depth: int) -> Non
     engine = Harness(block_size=block_size, queue_depth=depth)
     first = engine.add("first", prompt(6), 11)
     engine.run()
-    whole = first.tokens(0, first.num_tokens)
+    whole = first.tokens(0, first.num_tokens).tolist()
     second = engine.add("second", whole, 1)
     engine.run()
     # The last of the 17 tokens was sampled but never computed.
