@@ -65,10 +65,11 @@ class _Completion:
 
 @dataclass(slots=True, eq=False)
 class _Parent:
-    """A request as the user added it."""
+    """A request as the user added it. `shown`: after each step; `delta`: what is new alone."""
 
     output: RequestOutput
-    kind: RequestOutputKind
+    shown: bool
+    delta: bool
     completions: dict[str, _Completion] = field(default_factory=dict)
     """By the engine's id."""
 
@@ -91,14 +92,14 @@ class OutputProcessor:
         self, output: RequestOutput, params: SamplingParams, kind: RequestOutputKind, engine_ids: Iterable[str]
     ) -> None:
         """Expect results of the n completions named `engine_ids`; `output` is what they are added to."""
-        parent = _Parent(output, kind)
+        shown, delta = kind is not RequestOutputKind.FINAL_ONLY, kind is RequestOutputKind.DELTA
+        parent = _Parent(output, shown, delta)
         for index, name in enumerate(engine_ids):
             detokenizer = None
             if self._tokenizer is not None:
                 detokenizer = self._tokenizer.detokenizer(output.prompt_token_ids, params.skip_special_tokens)
             stop = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
-            watched = stop is not None or kind is not RequestOutputKind.FINAL_ONLY
-            completion = _Completion(CompletionOutput(index), params, detokenizer, stop, watched)
+            completion = _Completion(CompletionOutput(index), params, detokenizer, stop, shown or stop is not None)
             if params.logprobs is not None:
                 completion.output.logprobs, completion.output.cumulative_logprob = [], 0.0
             output.outputs.append(completion.output)
@@ -165,7 +166,7 @@ class OutputProcessor:
             done = self._read(parent, stopped)
             if done:
                 del self._parents[parent.output.request_id]
-            if done or parent.kind is not RequestOutputKind.FINAL_ONLY:
+            if done or parent.shown:
                 outputs.append(self._output(parent))
         return outputs, stopped
 
@@ -184,7 +185,7 @@ class OutputProcessor:
         return done
 
     def _output(self, parent: _Parent) -> RequestOutput:
-        if parent.kind is not RequestOutputKind.DELTA:
+        if not parent.delta:
             return parent.output
         whole = parent.output
         deltas = [_split_off(completion.output) for completion in parent.completions.values()]
