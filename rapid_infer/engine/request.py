@@ -90,9 +90,10 @@ def validate_prompt(token_ids: I32, vocab_size: int, max_model_len: int) -> None
             f"the prompt has {len(token_ids)} tokens, but max_model_len={max_model_len} leaves room for at most "
             f"{max_model_len - 1} and one generated token; shorten it or raise max_model_len"
         )
-    low, high = int(token_ids.min()), int(token_ids.max())
-    if low < 0 or high >= vocab_size:
-        raise outside_vocabulary(low if low < 0 else high, vocab_size)
+    # As unsigned numbers, negative ones are the largest.
+    extreme = int(token_ids[token_ids.view(np.uint32).argmax()])
+    if not 0 <= extreme < vocab_size:
+        raise outside_vocabulary(extreme, vocab_size)
 
 
 def outside_vocabulary(token_id: int, vocab_size: int) -> RequestError:
