@@ -38,19 +38,15 @@ class LLM:
         """
         batch = _as_batch(prompts)
         params = _spread(sampling_params or self.default_sampling_params(), len(batch))
-        encoded = [self.engine.encode(prompt) for prompt in batch]
         names = [f"generate-{next(self._ids)}" for _ in batch]
         try:
-            for name, ids, one in zip(names, encoded, params):
-                self._add(name, ids, one, RequestOutputKind.FINAL_ONLY)
+            for name, prompt, one in zip(names, batch, params):
+                self._add(name, prompt, one, RequestOutputKind.FINAL_ONLY)
             while not all(self._inbox[name] for name in names):
                 self._step()
-            results = [self._inbox[name].popleft() for name in names]
+            return [self._inbox[name].popleft() for name in names]
         finally:
             self._abandon(names)
-        for result, prompt in zip(results, batch):
-            result.prompt = prompt if isinstance(prompt, str) else None
-        return results
 
     def chat(
         self,
@@ -132,9 +128,7 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if items and all(isinstance(item, int) for item in items):
         return [items]
     for item in items:
-        if not isinstance(item, str) and not (
-            isinstance(item, Sequence) and all(isinstance(token, int) for token in item)
-        ):
+        if not isinstance(item, Sequence):
             raise RequestError(f"a prompt must be text or a list of token ids, got {item!r:.80}")
     return items
 

@@ -44,7 +44,7 @@ class LLMEngine:
         return SamplingParams.from_dict({**defaults_of(self.checkpoint.generation), **changes})
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt. RequestError when it is empty, can never run, or is text and there is no tokenizer."""
+        """Token ids of a prompt, not looked at yet. RequestError when it is text and there is no tokenizer."""
         return self.inputs.encode(prompt)
 
     def add_request(

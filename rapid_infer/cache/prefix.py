@@ -1,14 +1,15 @@
 """Names for block contents: a hash chain over parent, tokens and extra keys.
 
-blake2b is as fast as Python's tuple hash plus its conversion, and two prompts that collide cannot be made, so a hit
-needs no comparison of tokens and one user cannot read another's cache by a crafted prompt.
+Two prompts that collide in blake2b cannot be made, so a hit needs no comparison of tokens and one user cannot read
+another's cache by a crafted prompt.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
 from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 
 def root(block_size: int, extra: bytes = b"") -> bytes:
@@ -16,9 +17,10 @@ def root(block_size: int, extra: bytes = b"") -> bytes:
     return blake2b(block_size.to_bytes(4, "little") + extra, digest_size=16).digest()
 
 
-def extend(chain: list[bytes], parent: bytes, tokens: Sequence[int], block_size: int) -> None:
+def extend(chain: list[bytes], parent: bytes, tokens: ArrayLike, block_size: int) -> None:
     """Append the hashes of all full blocks of `tokens`; `parent` is the hash of what stands before them."""
-    for start in range(0, len(tokens) - block_size + 1, block_size):
-        block = array("i", tokens[start : start + block_size]).tobytes()
-        parent = blake2b(parent + block, digest_size=16).digest()
+    content = np.asarray(tokens, np.int32).tobytes()
+    size = 4 * block_size
+    for start in range(0, len(content) - size + 1, size):
+        parent = blake2b(parent + content[start : start + size], digest_size=16).digest()
         chain.append(parent)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from rapid_infer.engine.request import Request
 from rapid_infer.engine.rows import Rows
@@ -137,12 +137,11 @@ class PlanBuilder:
         if not any(r.params.penalized or r.params.logit_bias or r.params.min_tokens for _, r in new):
             return None
 
-        def collect(ids_of: Callable[[Request], Sequence[int]]) -> RowTokens:
-            lists = [(row, ids_of(request)) for row, request in new]
-            rows = np.repeat([row for row, _ in lists], [len(ids) for _, ids in lists])
-            columns = np.concatenate([np.arange(len(ids)) for _, ids in lists])
-            ids = np.concatenate([np.array(ids, np.int32) for _, ids in lists])
-            return RowTokens(rows.astype(np.int32), columns.astype(np.int32), ids)
+        def collect(ids_of: Callable[[Request], ArrayLike]) -> RowTokens:
+            lists = [np.asarray(ids_of(request), np.int32) for _, request in new]
+            rows = np.repeat([row for row, _ in new], [len(ids) for ids in lists])
+            columns = np.concatenate([np.arange(len(ids)) for ids in lists])
+            return RowTokens(rows.astype(np.int32), columns.astype(np.int32), np.concatenate(lists))
 
         values = [v for _, request in new for v in (request.params.logit_bias or {}).values()]
         return TokenLists(
@@ -173,7 +172,7 @@ class PlanBuilder:
             if high > low:
                 self.scored.append((request, high - low))
                 tokens.append(np.arange(low, high) - start[i] + first_token[i])
-                targets.append(np.array(request.prompt_token_ids[low + 1 : high + 1], np.int32))
+                targets.append(request.prompt_token_ids[low + 1 : high + 1])
         if not tokens:
             return None
         count = int(rows.prompt_logprobs[order].max())

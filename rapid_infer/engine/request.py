@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+import numpy as np
+
 from rapid_infer.engine.masks import TokenMask
+from rapid_infer.engine.step_plan import I32
 from rapid_infer.errors import RequestError
 from rapid_infer.outputs import FinishReason
 from rapid_infer.params import SamplingParams
@@ -21,16 +24,14 @@ class RequestStatus(Enum):
 class Request:
     """What the host knows of a sequence. While it runs, its counters live in `Rows`, at `row`.
 
-    `seed` and `sample_index` key the sampler's noise. `limit`: the total length at which it ends. `share_key` None
-    means
-    that its blocks are not offered to others; equal keys may share. `mask` limits what may be chosen. `in_flight`:
-    tokens
-    sampled but not collected when it was preempted. `num_scored`: prompt tokens whose log-probabilities are on their
-    way.
+    `prompt_token_ids` `[n]`, never written to. `seed` and `sample_index` key the sampler's noise. `limit`: the total
+    length at which it ends. `share_key` None means that its blocks are not offered to others; equal keys may share.
+    `mask` limits what may be chosen. `in_flight`: tokens sampled but not collected when it was preempted. `num_scored`:
+    prompt tokens whose log-probabilities are on their way.
     """
 
     request_id: str
-    prompt_token_ids: list[int]
+    prompt_token_ids: I32
     params: SamplingParams
     stop_token_ids: tuple[int, ...]
     limit: int
@@ -71,26 +72,29 @@ class Request:
         self.num_scored = max(self.num_scored, high)
         return low, high
 
-    def tokens(self, start: int, stop: int) -> list[int]:
+    def tokens(self, start: int, stop: int) -> I32:
         """Known tokens `start..stop`, prompt and output as one sequence."""
         prompt = len(self.prompt_token_ids)
         if stop <= prompt:
             return self.prompt_token_ids[start:stop]
-        if start >= prompt:
-            return self.output_token_ids[start - prompt : stop - prompt]
-        return self.prompt_token_ids[start:] + self.output_token_ids[: stop - prompt]
+        output = np.array(self.output_token_ids[max(start - prompt, 0) : stop - prompt], np.int32)
+        return output if start >= prompt else np.concatenate([self.prompt_token_ids[start:], output])
 
 
-def validate_prompt(token_ids: list[int], vocab_size: int, max_model_len: int) -> None:
+def validate_prompt(token_ids: I32, vocab_size: int, max_model_len: int) -> None:
     """RequestError when the prompt can never run."""
-    if not token_ids:
+    if not len(token_ids):
         raise RequestError("the prompt is empty: got 0 tokens, expected at least 1")
     if len(token_ids) >= max_model_len:
         raise RequestError(
             f"the prompt has {len(token_ids)} tokens, but max_model_len={max_model_len} leaves room for at most "
             f"{max_model_len - 1} and one generated token; shorten it or raise max_model_len"
         )
-    low, high = min(token_ids), max(token_ids)
-    if low < 0 or high >= vocab_size:
-        bad = low if low < 0 else high
-        raise RequestError(f"token id {bad} is outside the vocabulary: expected 0 to {vocab_size - 1}")
+    # As unsigned numbers, negative ones are the largest.
+    extreme = int(token_ids[token_ids.view(np.uint32).argmax()])
+    if not 0 <= extreme < vocab_size:
+        raise outside_vocabulary(extreme, vocab_size)
+
+
+def outside_vocabulary(token_id: int, vocab_size: int) -> RequestError:
+    return RequestError(f"token id {token_id} is outside the vocabulary: expected 0 to {vocab_size - 1}")

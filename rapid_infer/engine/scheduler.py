@@ -48,6 +48,7 @@ class Scheduler:
         self.rows = Rows(self.config.max_num_seqs)
         self._order: Ints = np.zeros(0, np.int64)
         self._steady: SteadyBatch | None = None
+        self._hashed: Request | None = None
 
     @property
     def running(self) -> list[Request]:
@@ -166,9 +167,21 @@ class Scheduler:
             return []
         size, chain = self.cache.block_size, request.block_hashes
         if len(chain) < total // size:
+            if not chain:
+                chain += self._hashed_before(request)
             parent = chain[-1] if chain else prefix.root(size, request.share_key)
             prefix.extend(chain, parent, request.tokens(len(chain) * size, total), size)
         return chain
+
+    def _hashed_before(self, request: Request) -> list[bytes]:
+        """Hashes of the blocks that it has in common with the request hashed last: many begin with the same text."""
+        last, self._hashed = self._hashed, request
+        if last is None or last.share_key != request.share_key:
+            return []
+        n = min(len(last.prompt_token_ids), len(request.prompt_token_ids))
+        differ = last.prompt_token_ids[:n] != request.prompt_token_ids[:n]
+        same = int(differ.argmax()) if differ.any() else n
+        return last.block_hashes[: same // self.cache.block_size]
 
     def _publish(self, row: int, computed: int) -> None:
         rows = self.rows

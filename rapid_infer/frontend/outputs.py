@@ -5,65 +5,71 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from rapid_infer.engine.results import Finished, StepOutputs, TokenLogprobs
+from rapid_infer.engine.results import StepOutputs, TokenLogprobs
 from rapid_infer.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput, RequestOutputKind
 from rapid_infer.params import SamplingParams
 from rapid_infer.text import Detokenizer, StopStrings, Tokenizer
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class _Completion:
-    """One of a request's n sequences. `unread`: tokens whose text nobody has needed yet."""
+    """One of a request's n sequences. `unread`: tokens whose text nobody has needed yet.
+
+    `watched`: somebody needs it after each step.
+    """
 
     output: CompletionOutput
     params: SamplingParams
     detokenizer: Detokenizer | None
     stop: StopStrings | None
+    watched: bool
     num_tokens: int = 0
     unread: list[int] = field(default_factory=list)
 
-    def take(self, token: int, ends: bool) -> None:
-        """`ends`: it is a stop token, which is no part of the text unless asked for."""
-        self.num_tokens += 1
-        if ends and not self.params.include_stop_str_in_output:
-            self.read()
-            self.output.token_ids.append(token)
-            return
-        self.unread.append(token)
-        if self.stop is not None:
-            self.read()
+    @property
+    def matched(self) -> str | None:
+        """The stop string that is complete."""
+        return None if self.stop is None else self.stop.matched
 
     def read(self) -> None:
         """Turn the unread tokens into text."""
-        if not self.unread:
+        tokens, output = self.unread, self.output
+        if not tokens:
             return
-        self.output.token_ids += self.unread
+        output.token_ids += tokens
+        self.num_tokens += len(tokens)
         if self.detokenizer is not None:
-            text = self.detokenizer.add(self.unread)
+            text = self.detokenizer.add(tokens)
             if self.stop is not None:
                 text = self.stop.push(text, watch=self.num_tokens > self.params.min_tokens)
-            self.output.text += text
-        self.unread = []
+            output.text += text
+        tokens.clear()
 
-    def end(self, reason: str, error: str | None = None) -> None:
+    def end(self, reason: FinishReason, error: str | None = None) -> None:
+        output, params = self.output, self.params
+        # A stop token is no part of the text unless asked for.
+        hidden = self.unread[-1:] if reason is FinishReason.STOP and not params.include_stop_str_in_output else []
+        del self.unread[len(self.unread) - len(hidden) :]
         self.read()
-        output = self.output
-        if self.detokenizer is not None and (self.stop is None or self.stop.matched is None):
+        output.token_ids += hidden
+        if self.matched is not None:
+            output.finish_reason, output.stop_reason = FinishReason.STOP.value, self.matched
+            return
+        if self.detokenizer is not None:
             tail = self.detokenizer.flush()
             output.text += self.stop.push(tail, watch=False) + self.stop.flush() if self.stop is not None else tail
-        output.finish_reason, output.error = reason, error
-        if self.stop is not None and self.stop.matched is not None:
-            output.stop_reason = self.stop.matched
-        elif reason == FinishReason.STOP and output.token_ids[-1] in self.params.stop_token_ids:
+        output.finish_reason, output.error = reason.value, error
+        if reason is FinishReason.STOP and output.token_ids[-1] in params.stop_token_ids:
             output.stop_reason = output.token_ids[-1]
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class _Parent:
-    """A request as the user added it."""
+    """A request as the user added it. `shown`: after each step; `delta`: what is new alone."""
 
     output: RequestOutput
-    kind: RequestOutputKind
+    shown: bool
+    delta: bool
     completions: dict[str, _Completion] = field(default_factory=dict)
     """By the engine's id."""
 
@@ -74,7 +80,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._parents: dict[str, _Parent] = {}
-        self._owner: dict[str, tuple[_Parent, _Completion]] = {}
+        self._live: dict[str, tuple[_Parent, _Completion]] = {}
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._parents
@@ -86,18 +92,19 @@ class OutputProcessor:
         self, output: RequestOutput, params: SamplingParams, kind: RequestOutputKind, engine_ids: Iterable[str]
     ) -> None:
         """Expect results of the n completions named `engine_ids`; `output` is what they are added to."""
-        parent = _Parent(output, kind)
+        shown, delta = kind is not RequestOutputKind.FINAL_ONLY, kind is RequestOutputKind.DELTA
+        parent = _Parent(output, shown, delta)
         for index, name in enumerate(engine_ids):
             detokenizer = None
             if self._tokenizer is not None:
                 detokenizer = self._tokenizer.detokenizer(output.prompt_token_ids, params.skip_special_tokens)
             stop = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
-            completion = _Completion(CompletionOutput(index), params, detokenizer, stop)
+            completion = _Completion(CompletionOutput(index), params, detokenizer, stop, shown or stop is not None)
             if params.logprobs is not None:
                 completion.output.logprobs, completion.output.cumulative_logprob = [], 0.0
             output.outputs.append(completion.output)
             parent.completions[name] = completion
-            self._owner[name] = (parent, completion)
+            self._live[name] = parent, completion
         if params.prompt_logprobs is not None:
             output.prompt_logprobs = [None]
         self._parents[output.request_id] = parent
@@ -113,7 +120,7 @@ class OutputProcessor:
         names = self.engine_ids(request_ids)
         for request_id in request_ids:
             self._parents.pop(request_id, None)
-        return [name for name in names if self._owner.pop(name, None) is not None]
+        return [name for name in names if self._live.pop(name, None) is not None]
 
     def fail(self, request_id: str, error: str) -> RequestOutput | None:
         """End a whole request with an error that did not come from a step."""
@@ -121,58 +128,64 @@ class OutputProcessor:
         if parent is None:
             return None
         for name, completion in parent.completions.items():
-            if self._owner.pop(name, None) is not None:
+            if self._live.pop(name, None) is not None:
                 completion.end(FinishReason.ERROR, error)
         return self._output(parent)
 
     def process(self, step: StepOutputs) -> tuple[list[RequestOutput], list[str]]:
         """Outputs of the requests that have something new, and the engine's ids that a stop string has ended."""
-        touched: dict[str, _Parent] = {}
-        stopped: list[str] = []
-        owners = self._owner
-        ending = {finished.request_id for finished in step.finished if finished.reason is FinishReason.STOP}
+        live = self._live
+        # Outputs come in the order of the tokens: a set has none.
+        touched: dict[_Parent, None] = {}
         for name, cached in step.num_cached_tokens.items():
-            if name in owners and owners[name][1].output.index == 0:
-                owners[name][0].output.num_cached_tokens = cached
+            if name in live and live[name][1].output.index == 0:
+                live[name][0].output.num_cached_tokens = cached
         for name, pieces in step.prompt_logprobs.items():
-            if name in owners and (scores := owners[name][0].output.prompt_logprobs) is not None:
+            if name in live and (scores := live[name][0].output.prompt_logprobs) is not None:
                 # Every completion scores the prompt; the first one's scores are kept.
-                scores += map(self._logprobs, pieces) if owners[name][1].output.index == 0 else []
+                scores += map(self._logprobs, pieces) if live[name][1].output.index == 0 else []
+        for name, one in step.logprobs.items():
+            if name in live:
+                self._add_logprobs(live[name][1].output, one)
         for name, token in zip(step.request_ids, step.token_ids):
-            if name not in owners:
-                continue
-            parent, completion = owners[name]
-            if name in step.logprobs:
-                self._add_logprobs(completion.output, step.logprobs[name])
-            completion.take(token, name in ending)
-            if completion.stop is not None and completion.stop.matched is not None:
-                completion.end(FinishReason.STOP)
-                del owners[name]
-                stopped.append(name)
-                touched[parent.output.request_id] = parent
-            elif parent.kind is not RequestOutputKind.FINAL_ONLY:
-                touched[parent.output.request_id] = parent
+            if name in live:
+                parent, completion = live[name]
+                completion.unread.append(token)
+                if completion.watched:
+                    touched[parent] = None
         for finished in step.finished:
-            if finished.request_id in owners:
-                parent, completion = owners.pop(finished.request_id)
-                _finish(parent, completion, finished)
-                touched[parent.output.request_id] = parent
-        return self._outputs(touched.values()), stopped
-
-    def _outputs(self, touched: Iterable[_Parent]) -> list[RequestOutput]:
-        outputs = []
+            if finished.request_id in live:
+                parent, completion = live.pop(finished.request_id)
+                completion.end(finished.reason, finished.error)
+                if completion.output.index == 0:
+                    parent.output.num_cached_tokens = finished.num_cached_tokens
+                touched[parent] = None
+        outputs: list[RequestOutput] = []
+        stopped: list[str] = []
         for parent in touched:
-            done = parent.output.finished
+            done = self._read(parent, stopped)
             if done:
                 del self._parents[parent.output.request_id]
-            if done or parent.kind is not RequestOutputKind.FINAL_ONLY:
+            if done or parent.shown:
                 outputs.append(self._output(parent))
-        return outputs
+        return outputs, stopped
+
+    def _read(self, parent: _Parent, stopped: list[str]) -> bool:
+        """Bring the completions up to date, and end those whose stop string is complete; returns whether all ended."""
+        done = True
+        for name, completion in parent.completions.items():
+            if completion.output.finish_reason is None:
+                completion.read()
+                if completion.matched is None:
+                    done = False
+                    continue
+                completion.end(FinishReason.STOP)
+                del self._live[name]
+                stopped.append(name)
+        return done
 
     def _output(self, parent: _Parent) -> RequestOutput:
-        for completion in parent.completions.values():
-            completion.read()
-        if parent.kind is not RequestOutputKind.DELTA:
+        if not parent.delta:
             return parent.output
         whole = parent.output
         deltas = [_split_off(completion.output) for completion in parent.completions.values()]
@@ -193,12 +206,6 @@ class OutputProcessor:
             text = self._tokenizer.token_text(token) if self._tokenizer is not None else None
             found.setdefault(token, Logprob(value, rank, text))
         return found
-
-
-def _finish(parent: _Parent, completion: _Completion, finished: Finished) -> None:
-    completion.end(finished.reason.value, finished.error)
-    if completion.output.index == 0:
-        parent.output.num_cached_tokens = finished.num_cached_tokens
 
 
 def _split_off(output: CompletionOutput) -> CompletionOutput:

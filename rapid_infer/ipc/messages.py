@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from rapid_infer import errors
 from rapid_infer.config import EngineArgs
@@ -31,7 +32,8 @@ class AddRequest(msgspec.Struct, tag="add"):
     """A `Request`. `params` are the fields of `SamplingParams` that differ from their defaults."""
 
     request_id: str
-    prompt_token_ids: list[int]
+    prompt: bytes
+    """The token ids as int32."""
     params: dict[str, Any]
     stop_token_ids: tuple[int, ...]
     limit: int
@@ -172,7 +174,7 @@ def pack_request(request: Request) -> AddRequest:
     """`request` must be new: what the engine keeps in it later does not travel."""
     return AddRequest(
         request.request_id,
-        request.prompt_token_ids,
+        request.prompt_token_ids.tobytes(),
         changed_fields(request.params),
         request.stop_token_ids,
         request.limit,
@@ -186,7 +188,7 @@ def unpack_request(message: AddRequest) -> Request:
     """RequestError for parameters that no `SamplingParams` may have."""
     return Request(
         message.request_id,
-        message.prompt_token_ids,
+        np.frombuffer(message.prompt, np.int32),
         SamplingParams.from_dict(message.params),
         message.stop_token_ids,
         message.limit,

@@ -135,7 +135,9 @@ def test_a_row_with_nan_ends_in_an_error_and_its_neighbours_go_on(profile, depth
     for _ in range(6):
         engine.step()
     victim = 1
-    [blocks] = [request.blocks[0] for request in core.scheduler.running if request.prompt_token_ids == batch[victim]]
+    [blocks] = [
+        request.blocks[0] for request in core.scheduler.running if request.prompt_token_ids.tolist() == batch[victim]
+    ]
     poison(llm, blocks[:1])
     before, got = replays(llm), {}
     while engine.has_unfinished_requests():

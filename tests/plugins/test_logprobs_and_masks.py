@@ -7,6 +7,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -226,7 +227,7 @@ def run_core(llm, requests):
 def core_requests(jobs, mask):
     requests = []
     for n, one in enumerate(jobs):
-        made = Request(str(n), one.prompt, one.params, (), len(one.prompt) + LENGTH, share_key=None)
+        made = Request(str(n), np.array(one.prompt, np.int32), one.params, (), len(one.prompt) + LENGTH, share_key=None)
         made.mask = mask() if one.allowed else None
         requests.append(made)
     return requests

@@ -33,7 +33,7 @@ def next_token(history: Sequence[int]) -> int:
 
 def undisturbed(request: Request) -> list[int]:
     """The output of `request` if it ran alone and nothing failed."""
-    tokens = list(request.prompt_token_ids)
+    tokens = request.prompt_token_ids.tolist()
     while len(tokens) < request.limit:
         tokens.append(next_token(tokens))
         if tokens[-1] in request.stop_token_ids:
@@ -143,7 +143,7 @@ class FakeExecutor:
             self._generation[plan.new_rows.rows] += 1
         owners = [(int(row), int(self._generation[row])) for row in plan.rows]
         requests = [self.owner_of(int(row)) for row in plan.rows]
-        known = [[] if r is None else r.tokens(0, r.num_tokens) for r in requests]
+        known = [[] if r is None else r.tokens(0, r.num_tokens).tolist() for r in requests]
         step = Launched(plan, known, owners)
         self._check_blocks(step)
         self._planned[plan.rows] += plan.query_lens

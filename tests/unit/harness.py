@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from fake_executor import SPEC, Failures, FakeExecutor
 
 from rapid_infer.cache.spec import CacheGroup
@@ -49,7 +50,8 @@ def make_request(
     mask: TokenMask | None = None,
 ) -> Request:
     limit = len(prompt) + max_tokens
-    return Request(name, list(prompt), params, stop, limit, sample_index=sample_index, share_key=share, mask=mask)
+    ids = np.array(prompt, np.int32)
+    return Request(name, ids, params, stop, limit, sample_index=sample_index, share_key=share, mask=mask)
 
 
 class Harness:

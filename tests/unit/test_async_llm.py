@@ -325,7 +325,7 @@ def test_what_only_the_engine_refuses_harms_nobody_else(llm: AsyncLLM, monkeypat
         good = asyncio.create_task(tokens(llm, params=LONG))
         with pytest.raises(RequestError, match="token id 500 is outside the vocabulary"):
             await collect(llm, [1, 500], replace(GREEDY, n=3))
-        llm._tell(AddRequest("odd", [1], {"temperature": -1.0}, (), 20, 0, 0, None))
+        llm._tell(AddRequest("odd", b"\1\0\0\0", {"temperature": -1.0}, (), 20, 0, 0, None))
         assert len(await good) == 300
 
     run(ask())

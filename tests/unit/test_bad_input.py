@@ -207,6 +207,9 @@ def test_options(model: Path, kwargs: dict, texts: list[str]) -> None:
         ([5] * 64, ["64 tokens", "max_model_len=64"]),
         ([5, 199], ["199", "0 to 198"]),
         ([5, -1], ["-1", "0 to 198"]),
+        ([5, 2**40], [str(2**40), "0 to 198"]),
+        ([5, "6"], ["list of token ids"]),
+        ([5, 6.5], ["list of token ids"]),
         ("text", ["skip_tokenizer_init"]),
     ],
 )

@@ -1,7 +1,8 @@
-"""What a step costs the host when the model costs nothing: 256 rows in steady decode, on the GPU's default block size.
+"""What the host costs when the model costs nothing: 256 rows in steady decode, on the GPU's default block size.
 
-Once with eager steps, as on a CPU, and once with captured ones, where the host only writes and reads the mailbox. The
-limits are for an idle machine of ordinary speed; HOST_OVERHEAD_SCALE raises them for a slower one.
+Once with eager steps, as on a CPU, and once with captured ones, where the host only writes and reads the mailbox. And
+what comes before and after: taking in prompts, and the outputs of a step. The limits are for an idle machine of
+ordinary speed; HOST_OVERHEAD_SCALE raises them for a slower one.
 """
 
 import os
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -20,10 +22,13 @@ from rapid_infer.engine import results
 from rapid_infer.engine.core import EngineCore
 from rapid_infer.engine.executor import ModelInfo
 from rapid_infer.engine.request import Request
+from rapid_infer.engine.results import StepOutputs
 from rapid_infer.engine.step_plan import StepPlan, StepResult
+from rapid_infer.frontend import EngineFacts, InputProcessor, OutputProcessor
 from rapid_infer.layers.batch import ForwardBatch
 from rapid_infer.ops import OpResolver
 from rapid_infer.ops.step_inputs import Letter
+from rapid_infer.outputs import RequestOutput, RequestOutputKind
 from rapid_infer.params import SamplingParams
 from rapid_infer.worker.mailbox import Mailbox
 from rapid_infer.worker.model_runner import ModelRunner, StepHandle
@@ -103,8 +108,7 @@ class CapturedExecutor(StubExecutor):
         return StepResult(*self.mailbox.read(handle, ROWS)) if isinstance(handle, int) else super().collect(handle)
 
 
-def steady_engine(queue_depth: int, executor: type[StubExecutor] = StubExecutor) -> EngineCore:
-    """All rows decode; their lengths differ, so that each step has about as many rows that need a new block."""
+def idle_engine(queue_depth: int, executor: type[StubExecutor] = StubExecutor) -> EngineCore:
     config = EngineConfig(
         model=ModelConfig("float32", MAX_LEN, False, "dummy", 0),
         cache=CacheConfig(BLOCK_SIZE, 0.9, None, True),
@@ -112,9 +116,14 @@ def steady_engine(queue_depth: int, executor: type[StubExecutor] = StubExecutor)
         parallel=ParallelConfig(),
         device="cpu",
     )
-    core = EngineCore(config, executor(queue_depth))
+    return EngineCore(config, executor(queue_depth))
+
+
+def steady_engine(queue_depth: int, executor: type[StubExecutor] = StubExecutor) -> EngineCore:
+    """All rows decode; their lengths differ, so that each step has about as many rows that need a new block."""
+    core = idle_engine(queue_depth, executor)
     for i in range(ROWS):
-        prompt = [1 + i % 7] * (16 + i % BLOCK_SIZE)
+        prompt = np.full(16 + i % BLOCK_SIZE, 1 + i % 7, np.int32)
         core.add_request(Request(str(i), prompt, SamplingParams(temperature=0), (7,), MAX_LEN, share_key=b"%d" % i))
     for _ in range(10):
         core.step()
@@ -166,3 +175,36 @@ def test_where_a_captured_step_spends_its_time(monkeypatch: pytest.MonkeyPatch) 
     for name, measured in times.items():
         assert len(measured) == 64
         print(f"{name:10s} {statistics.median(measured) * 1e6:6.0f} us")
+
+
+def test_taking_in_long_prompts_costs_the_host_little() -> None:
+    core = idle_engine(2)
+    inputs = InputProcessor(EngineFacts("Stub", "float32", "cpu", VOCAB, MAX_LEN, (7,), 0, True), None)
+    prompts = [[(i + n) % 7 for n in range(2112)] for i in range(ROWS)]
+    params = SamplingParams(temperature=0)
+    times = []
+    for _ in range(5):
+        start = time.thread_time()
+        for prompt in prompts:
+            for request in inputs.requests("", inputs.encode(prompt), params):
+                core.add_request(request)
+        times.append((time.thread_time() - start) * 1e3)
+    print(f"{ROWS} prompts of 2112 tokens: {min(times):.1f} ms")
+    assert min(times) < 25 * SCALE
+
+
+@pytest.mark.parametrize(("kind", "limit_ms"), [(RequestOutputKind.FINAL_ONLY, 0.06), (RequestOutputKind.DELTA, 1.0)])
+def test_the_outputs_of_a_step_cost_the_host_little(kind: RequestOutputKind, limit_ms: float) -> None:
+    outputs = OutputProcessor(None)
+    names = [f"{i}/0" for i in range(ROWS)]
+    for i, name in enumerate(names):
+        outputs.add(RequestOutput(str(i), None, [1], []), SamplingParams(), kind, [name])
+    times = []
+    for _ in range(256):
+        step = StepOutputs(names, [0] * ROWS)
+        start = time.thread_time()
+        shown, _ = outputs.process(step)
+        times.append((time.thread_time() - start) * 1e3)
+        assert len(shown) == (0 if kind is RequestOutputKind.FINAL_ONLY else ROWS)
+    print(f"outputs of a step with {ROWS} rows, {kind.name}: {statistics.median(times):.3f} ms")
+    assert statistics.median(times) < limit_ms * SCALE

@@ -4,6 +4,7 @@ import pytest
 from fake_executor import SPEC, undisturbed
 from harness import GREEDY, Harness
 
+from rapid_infer.cache import prefix
 from rapid_infer.cache.spec import CacheGroup, LatentKV
 from rapid_infer.params import SamplingParams
 
@@ -95,13 +96,33 @@ def test_cached_tokens_are_whole_blocks_and_never_the_whole_prompt(length: int) 
     assert engine.lens() == {0: length - expected}
 
 
+@pytest.mark.parametrize("share", [b"", b"key", None])
+@pytest.mark.parametrize("length", [3, 4, 13, 16, 17])
+@pytest.mark.parametrize("changed", [None, 0, 3, 4, 9, 15])
+def test_hashes_taken_over_from_the_request_before_are_its_own(
+    changed: int | None, length: int, share: bytes | None
+) -> None:
+    engine = Harness(block_size=4)
+    engine.add("first", prompt(16), 6)
+    engine.step()
+    ids = prompt(length)
+    if changed is not None and changed < length:
+        ids[changed] += 1
+    request = engine.add("second", ids, 1, share=share)
+    engine.run()
+    expected: list[bytes] = []
+    if share is not None:
+        prefix.extend(expected, prefix.root(4, share), ids, 4)
+    assert request.block_hashes[: length // 4] == expected
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("block_size", [1, 4])
 def test_generated_tokens_are_shared_as_well(block_size: int, depth: int) -> None:
     engine = Harness(block_size=block_size, queue_depth=depth)
     first = engine.add("first", prompt(6), 11)
     engine.run()
-    whole = first.tokens(0, first.num_tokens)
+    whole = first.tokens(0, first.num_tokens).tolist()
     second = engine.add("second", whole, 1)
     engine.run()
     # The last of the 17 tokens was sampled but never computed.

@@ -63,7 +63,7 @@ def request(
     output: Sequence[int] = (), stop: tuple[int, ...] = (), prompt: Sequence[int] = PROMPT, **params: Any
 ) -> Request:
     settings = SamplingParams(**{"temperature": 0, "max_tokens": None, **params})
-    made = Request("r", list(prompt), settings, stop, 60, output_token_ids=list(output))
+    made = Request("r", np.array(prompt, np.int32), settings, stop, 60, output_token_ids=list(output))
     if settings.allowed_token_ids is not None:
         made.mask = AllowedTokens(settings.allowed_token_ids, VOCAB)
     return made
@@ -289,7 +289,7 @@ def test_minus_infinity_stays_and_some_token_always_remains(device: Device, sett
 
 def test_extreme_settings_stay_within_what_the_device_s_numbers_hold(device: Device) -> None:
     settings = SamplingParams(temperature=1e300, top_k=2**40, max_tokens=None, min_tokens=2**40, top_p=1e-300)
-    device.start(Request("r", [1], settings, (5,), 60))
+    device.start(Request("r", np.array([1], np.int32), settings, (5,), 60))
     state = device.table.sampling.take(torch.tensor([0]))
     assert state.temperature.isfinite().all()
     assert (int(state.top_k), int(state.min_length)) == (2**31 - 1, 60)
