@@ -5,7 +5,6 @@ All heads share the keys, so they go together as the rows of one matrix.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -83,13 +82,12 @@ def _decode_kernel(
                     )  # fmt: skip
 
 
-def latent_decode(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, rank: int) -> Tensor:
+def latent_decode(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, rank: int, out: Tensor) -> None:
     """Reads no tensor on the host, so it can be captured in a CUDA graph; a token without keys gets zeros."""
+    if not metadata.num_decodes:
+        return
     q = check_strides(q, cache)
-    out = torch.empty(*q.shape[:2], rank, dtype=q.dtype, device=q.device)
-    if not len(q):
-        return out
-    shape = latent_shape(q, cache, scale, rank, FP32_HEADS if q.dtype == torch.float32 else MOST_HEADS)
+    shape = latent_shape(q, cache, scale, rank, FP32_HEADS if q.element_size() > 2 else MOST_HEADS)
     group_pad, rank_pad = triton.next_power_of_2(shape.group), shape.constants["RANK_PAD"]
     plan = decode_plan(metadata, shape.head_blocks, shape.group, rank_pad, shape.constants["TILE"], None)
     _decode_kernel[(plan.slices * shape.head_blocks,)](
@@ -100,4 +98,3 @@ def latent_decode(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: 
         COUNT=max(COMBINED_AT_ONCE // (group_pad * rank_pad), 1),
         num_warps=4 if group_pad <= 16 else 8, num_stages=STAGES, **shape.constants, **options(q),
     )  # fmt: skip
-    return out
