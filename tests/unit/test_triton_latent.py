@@ -16,6 +16,7 @@ from rapid_infer.ops import OPS
 from rapid_infer.ops.paged_attention import in_mixed_graph, make_metadata
 from rapid_infer.ops.providers.triton import attention_plan
 from rapid_infer.ops.providers.triton import latent_context as context_module
+from rapid_infer.ops.providers.triton import latent_decode as decode_module
 from rapid_infer.ops.providers.triton import latent_prefill as prefill_module
 from rapid_infer.ops.providers.triton.latent_context import latent_context
 from rapid_infer.ops.providers.triton.latent_decode import latent_decode
@@ -80,9 +81,10 @@ def test_context_lengths_and_block_sizes(seq_lens: list[int], query_lens: list[i
     check_context(make_case(seq_lens, query_lens, size=size))
 
 
-@pytest.mark.parametrize("programs", [1, 3, 20])
-def test_rows_spread_over_slices(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("programs", "part_cost"), [(1, 0), (3, 0), (20, 0), (20, 1), (20, 20)])
+def test_rows_spread_over_slices(programs: int, part_cost: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_plan, "PROGRAMS_PER_MULTIPROCESSOR", programs)
+    monkeypatch.setattr(decode_module, "PART_COST", part_cost)
     check_decode(make_case([200, 5, 90], [1, 1, 1], heads=20))
 
 

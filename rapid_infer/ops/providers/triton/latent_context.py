@@ -41,9 +41,9 @@ def _context_kernel(
     head = block * GROUP + nth % GROUP
     exists = (nth < TOKENS * GROUP) & (nth // GROUP < tokens)
     at = (first + nth // GROUP).to(tl.int64)
-    lse_at = lse_ptr + at * (HEAD_BLOCKS * GROUP) + head
     if context <= 0:
-        tl.store(lse_at, tl.full([M], float("-inf"), tl.float32), mask=exists)
+        nothing = tl.full([M], float("-inf"), tl.float32)
+        tl.store(lse_ptr + at * (HEAD_BLOCKS * GROUP) + head, nothing, mask=exists)
         return
     q_latent, q_rope = load_query(
         q_ptr, at * q_stride + head * q_head_stride, exists, RANK, RANK_PAD, ROPE, ROPE_PAD
@@ -65,7 +65,7 @@ def _context_kernel(
     index = tl.arange(0, RANK_PAD)
     to = (at * (HEAD_BLOCKS * GROUP) + head)[:, None] * RANK + index[None, :]
     tl.store(out_ptr + to, out.to(out_ptr.dtype.element_ty), mask=exists[:, None] & (index < RANK)[None, :])
-    tl.store(lse_at, lse, mask=exists)
+    tl.store(lse_ptr + at * (HEAD_BLOCKS * GROUP) + head, lse, mask=exists)
 
 
 def latent_context(

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
-from rapid_infer.ops.providers.triton.attention_decode import COMBINED_AT_ONCE, combine, write_row
+from rapid_infer.ops.providers.triton.attention_decode import combine, write_row
 from rapid_infer.ops.providers.triton.attention_plan import decode_plan, row_part
 from rapid_infer.ops.providers.triton.latent_tile import attend_latent, check_strides, latent_shape, load_query
 from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
@@ -18,7 +18,13 @@ from rapid_infer.ops.providers.triton.launch import options, start_next, wait_pr
 MOST_HEADS = 64
 """In a program: their results stay in registers."""
 FP32_HEADS = 16
+FEW_WARPS, WARPS = 4, 8
+"""Up to 16 heads, and more."""
 STAGES = 3
+PART_COST = 1
+"""Of `decode_plan`: a part is a whole latent of every head in the program, about as many bytes as a tile of keys."""
+COMBINED_AT_ONCE = 16384
+"""Elements of partial results that a program reads at once."""
 
 
 @triton.jit(do_not_specialize=["table_ptr", "rows_ptr", "seq_lens_ptr"])
@@ -89,12 +95,13 @@ def latent_decode(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: 
     q = check_strides(q, cache)
     shape = latent_shape(q, cache, scale, rank, FP32_HEADS if q.element_size() > 2 else MOST_HEADS)
     group_pad, rank_pad = triton.next_power_of_2(shape.group), shape.constants["RANK_PAD"]
-    plan = decode_plan(metadata, shape.head_blocks, shape.group, rank_pad, shape.constants["TILE"], None)
+    tile = shape.constants["TILE"]
+    plan = decode_plan(metadata, shape.head_blocks, shape.group, rank_pad, tile, None, part_cost=PART_COST)
     _decode_kernel[(plan.slices * shape.head_blocks,)](
         q, cache, out, metadata.block_table, metadata.rows, metadata.seq_lens,
         plan.first, plan.slice_row, plan.quota, plan.arrived, plan.partial, plan.stats,
         q.stride(0), q.stride(1), metadata.block_table.stride(0), cache.stride(0), cache.stride(1),
         HEAD_BLOCKS=shape.head_blocks, GROUP=shape.group, GROUP_PAD=group_pad, ROW_COST=plan.row_cost,
         COUNT=max(COMBINED_AT_ONCE // (group_pad * rank_pad), 1),
-        num_warps=4 if group_pad <= 16 else 8, num_stages=STAGES, **shape.constants, **options(q),
+        num_warps=FEW_WARPS if group_pad <= 16 else WARPS, num_stages=STAGES, **shape.constants, **options(q),
     )  # fmt: skip
