@@ -141,23 +141,29 @@ def test_layers_of_a_step_share_the_plans_and_give_the_same_bits() -> None:
 @pytest.mark.parametrize(("queries", "tile"), [(16, 16), (32, 16), (16, 32)])
 @pytest.mark.parametrize("with_context", [False, True])
 @pytest.mark.parametrize("padding", [None, (3, 6)])
+@pytest.mark.parametrize("query_lens", [[1, 40, 2, 17], [1, *[4, 3] * 9]], ids=str)
 def test_tiles_of_a_steps_own_tokens(
-    queries: int, tile: int, with_context: bool, padding: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+    queries: int,
+    tile: int,
+    with_context: bool,
+    padding: tuple[int, int] | None,
+    query_lens: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Scores far apart, so that parts of very different weight are put together; queries are slices of wider rows.
 
-    Where there is no context, `out` is NaN.
+    Where there is no context, `out` is NaN. Many short rows have more tiles than there are programs.
     """
     monkeypatch.setattr(prefill_module, "FP32_QUERIES", queries)
     monkeypatch.setattr(prefill_module, "FP32_TILE", tile)
-    query_lens = [1, 40, 2, 17]
+    real = sum(query_lens)
     metadata, _ = make_metadata([n + 1 for n in query_lens], query_lens, 4, DEVICE)
     if padding is not None:
         metadata = in_mixed_graph(metadata, *padding)
     tokens, heads = len(metadata.slots), 3
     wide, entries = torch.randn(tokens, heads, 40, device=DEVICE), torch.randn(tokens, 24, device=DEVICE)
     kv, lse = torch.randn(tokens, heads, 32, device=DEVICE), 8 * torch.randn(tokens, heads, device=DEVICE)
-    wide[60:], entries[60:], kv[60:] = math.nan, math.nan, math.nan
+    wide[real:], entries[real:], kv[real:] = math.nan, math.nan, math.nan
     lse[1:42] = -math.inf
     out = torch.randn(tokens, heads, 16, device=DEVICE)
     out[1:42] = math.nan

@@ -11,7 +11,7 @@ from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
 
 ENTRY = tl.constexpr(8)
-"""Numbers of a tile; the last two are not used, and keep the others in one sector of memory."""
+"""Numbers of a tile; the last is not used, and keeps the others in one sector of memory."""
 _AT_ONCE = 128
 """Tiles, and rows."""
 
@@ -56,6 +56,7 @@ def _plan_kernel(
             tl.store(out + 4, table_row, mask=nth < end)
             tl.store(out + 5, before, mask=nth < end)
     if tl.program_id(0) == 0:
+        tl.store(out_ptr + 6, used, mask=tiles > 0)
         for at in range(used, tiles, COUNT):
             nth = at + tl.arange(0, COUNT)
             tl.store(out_ptr + nth * ENTRY + 1, tl.zeros([COUNT], tl.int32), mask=nth < tiles)
@@ -65,8 +66,9 @@ def prefill_plan(metadata: AttentionMetadata, tokens: int, per_tile: int) -> Ten
     """`[tiles, ENTRY]` int32 of a step with `tokens` tokens, made by the first layer with `per_tile` tokens in a tile.
 
     A tile: its first token, how many it has (0 or less: none), the first one's position, the keys of its row, where
-    that is in the block table, and the row's tokens before the tile. Tiles without any stand at the end but for at most
-    one of each row. Their number follows from numbers known on the host, so that a plan can be made in a CUDA graph.
+    that is in the block table, and the row's tokens before the tile. The first tile has one more: from which tile on
+    none has a token. How many there are follows from numbers known on the host, so that a plan can be made in a CUDA
+    graph.
     """
     key = ("triton prefill", per_tile)
     plan = metadata.plans.get(key)

@@ -1,4 +1,4 @@
-"""Latent attention among a step's tokens: a program per head and tile of a row's tokens.
+"""Latent attention among a step's tokens: a program per head and tile of a row's tokens, or some of its tiles.
 
 The softmax starts from what attention to earlier tokens gave, so the two parts need no kernel to be put together.
 """
@@ -71,51 +71,51 @@ def _prefill_kernel(
 ):  # fmt: skip
     start_next(PDL)
     head = tl.program_id(0)
-    plan_ptr += tl.program_id(1) * ENTRY
-    wait_previous(PDL)
-    tokens = tl.load(plan_ptr + 1)
-    if tokens <= 0:
-        return
-    first = tl.load(plan_ptr)
-    before = tl.load(plan_ptr + 5)
-    nth = tl.arange(0, M)
-    position = before + nth
-    exists = nth < tokens
-    at = (first + nth).to(tl.int64)
     nope, rope, v_at = tl.arange(0, NOPE_PAD), tl.arange(0, ROPE_PAD), tl.arange(0, V_PAD)
-    q_nope = tl.load(
-        q_nope_ptr + (at * nope_stride)[:, None] + head * nope_head_stride + nope[None, :],
-        mask=exists[:, None] & (nope < NOPE)[None, :], other=0.0,
-    )  # fmt: skip
-    q_rope = tl.load(
-        q_rope_ptr + (at * rope_stride)[:, None] + head * rope_head_stride + rope[None, :],
-        mask=exists[:, None] & (rope < ROPE)[None, :], other=0.0,
-    )  # fmt: skip
-    place = at * HEADS + head
-    out = out_ptr + place[:, None] * V + v_at[None, :]
-    real = exists[:, None] & (v_at < V)[None, :]
-    acc = tl.zeros([M, V_PAD], tl.float32)
-    top = tl.full([M], float("-inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
-    if CONTEXT:
-        top = tl.load(context_lse_ptr + place, mask=exists, other=float("-inf")) * _LOG2E
-        found = top > float("-inf")
-        # Already divided by its denominator, which `top` therefore stands for as a single weight.
-        total = tl.where(found, 1.0, 0.0)
-        acc = tl.load(out, mask=real & found[:, None], other=0.0).to(tl.float32)
-    start = (first - before).to(tl.int64)
-    kv_ptr += start * kv_stride + head * kv_head_stride
-    key_ptr += start * key_stride
-    full = (before + 1) // TILE * TILE
-    acc, top, total = _attend(
-        acc, top, total, q_nope, q_rope, position, kv_ptr, key_ptr, full * 0, full, kv_stride, key_stride, scale,
-        NOPE, NOPE_PAD, ROPE, ROPE_PAD, V, V_PAD, TILE, False,
-    )  # fmt: skip
-    acc, top, total = _attend(
-        acc, top, total, q_nope, q_rope, position, kv_ptr, key_ptr, full, before + tokens, kv_stride, key_stride, scale,
-        NOPE, NOPE_PAD, ROPE, ROPE_PAD, V, V_PAD, TILE, True,
-    )  # fmt: skip
-    tl.store(out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=real)
+    nth = tl.arange(0, M)
+    wait_previous(PDL)
+    for tile in range(tl.program_id(1), tl.load(plan_ptr + 6), tl.num_programs(1)):
+        entry = plan_ptr + tile * ENTRY
+        first = tl.load(entry)
+        tokens = tl.load(entry + 1)
+        before = tl.load(entry + 5)
+        if tokens > 0:
+            position = before + nth
+            exists = nth < tokens
+            at = (first + nth).to(tl.int64)
+            q_nope = tl.load(
+                q_nope_ptr + (at * nope_stride)[:, None] + head * nope_head_stride + nope[None, :],
+                mask=exists[:, None] & (nope < NOPE)[None, :], other=0.0,
+            )  # fmt: skip
+            q_rope = tl.load(
+                q_rope_ptr + (at * rope_stride)[:, None] + head * rope_head_stride + rope[None, :],
+                mask=exists[:, None] & (rope < ROPE)[None, :], other=0.0,
+            )  # fmt: skip
+            place = at * HEADS + head
+            out = out_ptr + place[:, None] * V + v_at[None, :]
+            real = exists[:, None] & (v_at < V)[None, :]
+            acc = tl.zeros([M, V_PAD], tl.float32)
+            top = tl.full([M], float("-inf"), tl.float32)
+            total = tl.zeros([M], tl.float32)
+            if CONTEXT:
+                top = tl.load(context_lse_ptr + place, mask=exists, other=float("-inf")) * _LOG2E
+                found = top > float("-inf")
+                # Already divided by its denominator, which `top` therefore stands for as a single weight.
+                total = tl.where(found, 1.0, 0.0)
+                acc = tl.load(out, mask=real & found[:, None], other=0.0).to(tl.float32)
+            start = (first - before).to(tl.int64)
+            kv = kv_ptr + start * kv_stride + head * kv_head_stride
+            key = key_ptr + start * key_stride
+            full = (before + 1) // TILE * TILE
+            acc, top, total = _attend(
+                acc, top, total, q_nope, q_rope, position, kv, key, full * 0, full, kv_stride, key_stride, scale,
+                NOPE, NOPE_PAD, ROPE, ROPE_PAD, V, V_PAD, TILE, False,
+            )  # fmt: skip
+            acc, top, total = _attend(
+                acc, top, total, q_nope, q_rope, position, kv, key, full, before + tokens, kv_stride, key_stride, scale,
+                NOPE, NOPE_PAD, ROPE, ROPE_PAD, V, V_PAD, TILE, True,
+            )  # fmt: skip
+            tl.store(out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=real)
 
 
 def latent_prefill(
@@ -138,7 +138,10 @@ def latent_prefill(
     many = own * heads > QUERIES * num_multiprocessors(q_nope.device)
     m = FP32_QUERIES if exact else QUERIES if many else FEW_QUERIES
     plan = prefill_plan(metadata, tokens, m)
-    _prefill_kernel[(heads, plan.shape[0])](
+    # As many tiles as long rows have. A graph may hold hundreds of short rows, each with a tile, and seldom does: a
+    # program takes several of them rather than each of hundreds finding none.
+    programs = min(plan.shape[0], own // m + 2 * num_multiprocessors(q_nope.device) // heads + 1)
+    _prefill_kernel[(heads, programs)](
         q_nope, q_rope, kv, key, context_lse if context_lse is not None else out, out, plan,
         q_nope.stride(0), q_nope.stride(1), q_rope.stride(0), q_rope.stride(1), kv.stride(0), kv.stride(1),
         key.stride(0), score_scales(scale, None)["scale"],
