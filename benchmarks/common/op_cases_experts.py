@@ -111,7 +111,11 @@ def _attend(
     def make() -> dict[str, Any]:
         metadata, blocks = make_metadata(seq_lens, query_lens, BLOCK_SIZE, s.device)
         cache, q = s.rand(blocks, BLOCK_SIZE, width), s.rand(tokens, s.heads, width)
-        return {"q": q, "cache": cache, "metadata": metadata, "scale": width**-0.5, "rank": rank}
+        made = {"q": q, "cache": cache, "metadata": metadata, "scale": width**-0.5, "rank": rank}
+        made["out"] = s.rand(tokens, s.heads, rank)
+        if op == "latent_context":
+            made["lse"] = torch.empty(tokens, s.heads, device=s.device)
+        return made
 
     nbytes = values(sum(seq_lens) * width, tokens * s.heads * (width + rank), size=s.dtype.itemsize)
     extra = {"rank": rank, "rope_dim": rope, "block_size": BLOCK_SIZE}
@@ -130,7 +134,7 @@ def _together(label: str, s: Shape, lengths: list[int], sizes: tuple[int, int, i
             "key": s.rand(tokens, rope),
             "metadata": make_metadata(lengths, lengths, BLOCK_SIZE, s.device)[0],
             "scale": (nope + rope) ** -0.5,
-            "context": None,
+            "out": s.rand(tokens, s.heads, v),
             "context_lse": None,
         }
 

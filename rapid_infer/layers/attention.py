@@ -22,8 +22,6 @@ class CachedModule(LayerModule):
 
     cache_spec: CacheSpec
     cache_group: int = -1
-    records_mixed = False
-    """Whether a mixed step can be recorded: `AttentionMetadata.decodes` then holds the number of decode rows."""
 
     def bind_cache(self, group: int, cache: Tensor) -> None:
         """`cache`: this layer's slice of `spec.layout`, without the layer dimension."""
@@ -37,8 +35,6 @@ class Attention(CachedModule):
     only writer.
     `window`, `soft_cap` and `sinks` (`[heads]` fp32) as in the paged_attention op. Head counts are this rank's.
     """
-
-    records_mixed = True
 
     def __init__(
         self,

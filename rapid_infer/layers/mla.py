@@ -20,7 +20,6 @@ from rapid_infer.layers.module import LayerModule
 from rapid_infer.layers.norm import RMSNorm
 from rapid_infer.layers.parameter import Part, Placement
 from rapid_infer.layers.rope import RopeConfig, rope_table
-from rapid_infer.ops.attention_metadata import AttentionMetadata
 
 LATENT_EPS = 1e-6
 """Of the norms of both latents, whatever `rms_norm_eps` says: the published models were trained so."""
@@ -83,6 +82,9 @@ class LatentUpProjection(LayerModule):
 class LatentAttention(CachedModule):
     """From hidden states `[tokens, hidden]` to the same, with all of the layer's projections.
 
+    Tokens that are alone in their row, and what rows with several held before the step, are absorbed: one product with
+    the key matrices before, one with the value matrices after. What a step's tokens see of each other is materialised.
+
     The cached latent is the same on every rank, and so are the projections down to it and to the query latent
     (`qkv_a_proj`, one matrix for both); what belongs to a head is cut by heads: queries, `kv_b_proj`, `o_proj`. Without
     a query latent, `qkv_a_proj` holds this rank's query heads in its place.
@@ -135,35 +137,25 @@ class LatentAttention(CachedModule):
         query = x.new_empty(tokens, self.num_heads, rank + rope)
         weight, rotated = self.kv_a_layernorm.weight, config.rope.interleaved
         self._write(q, kv, batch.positions, self.table, metadata, self.cache, weight, LATENT_EPS, rotated, query)
-        heads = x.new_empty(tokens, self.num_heads, config.v_head_dim)
-        alone = metadata.num_decodes
-        if alone:
-            self._absorb(q_nope[:alone], query[:alone])
-            latent = self._decode(query[:alone], self.cache, metadata, self.scale, rank)
-            _per_head(latent, self.kv_b_proj.value, heads[:alone])
-        if alone < tokens:
-            heads[alone:] = self._together(q_nope[alone:], query[alone:], metadata)
+        # In the graph of a mixed step nothing but the device knows which rows have several tokens, and what they held.
+        several = metadata.decodes is not None or metadata.num_decodes < tokens
+        absorbed = metadata.num_decodes if metadata.max_context_len == 0 else tokens
+        heads, lse = x.new_empty(tokens, self.num_heads, config.v_head_dim), None
+        if absorbed:
+            _per_head(q_nope[:absorbed], self.kv_b_proj.key, query[:absorbed, :, :rank])
+            latent = x.new_empty(absorbed, self.num_heads, rank)
+            if metadata.num_decodes:
+                self._decode(query, self.cache, metadata, self.scale, rank, latent)
+            if several and metadata.max_context_len != 0:
+                lse = x.new_empty(tokens, self.num_heads, dtype=torch.float32)
+                self._context(query, self.cache, metadata, self.scale, rank, latent, lse)
+            _per_head(latent, self.kv_b_proj.value, heads[:absorbed])
+        if several:
+            # Made once and used by many, which saves two thirds of the arithmetic of absorbed ones.
+            entries = self.cache.view(-1, rank + rope).index_select(0, metadata.slots)
+            kv = self.kv_b_proj(entries[:, :rank])
+            self._prefill(q_nope, query[..., rank:], kv, entries[:, rank:], metadata, self.scale, heads, lse)
         return self.o_proj(heads.flatten(1))
-
-    def _absorb(self, q_nope: Tensor, query: Tensor) -> None:
-        """Fill in queries' latent parts."""
-        _per_head(q_nope, self.kv_b_proj.key, query[..., : self.config.kv_lora_rank])
-
-    def _together(self, q_nope: Tensor, query: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """`[tokens, heads, v]` of tokens in rows with several: earlier tokens absorbed, this step's materialised.
-
-        Their keys and values are made once and used by many, which saves two thirds of the arithmetic.
-        """
-        config, rank = self.config, self.config.kv_lora_rank
-        context = lse = None
-        if metadata.max_context_len != 0:
-            self._absorb(q_nope, query)
-            latent, lse = self._context(query, self.cache, metadata, self.scale, rank)
-            context = query.new_empty(*query.shape[:2], config.v_head_dim)
-            _per_head(latent, self.kv_b_proj.value, context)
-        entries = self.cache.view(-1, self.cache.shape[-1]).index_select(0, metadata.slots[metadata.num_decodes :])
-        kv = self.kv_b_proj(entries[:, :rank])
-        return self._prefill(q_nope, query[..., rank:], kv, entries[:, rank:], metadata, self.scale, context, lse)
 
 
 def _per_head(x: Tensor, matrices: Tensor, out: Tensor) -> None:

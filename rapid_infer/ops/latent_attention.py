@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
-from rapid_infer.ops.paged_attention import make_metadata
+from rapid_infer.ops.paged_attention import in_mixed_graph, make_metadata
 from rapid_infer.ops.registry import Case, op
 
 SMALL, WIDE, MANY = (4, 16, 8, 4), (16, 64, 16, 16), (70, 24, 8, 16)
@@ -21,31 +21,46 @@ SMALL, WIDE, MANY = (4, 16, 8, 4), (16, 64, 16, 16), (70, 24, 8, 16)
 
 
 def _case(
-    seq_lens: list[int], query_lens: list[int], shape: tuple[int, ...], tokens: int, dtype: torch.dtype, device: str
+    seq_lens: list[int],
+    query_lens: list[int],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: str,
+    padding: tuple[int, int] | None = None,
 ) -> Case:
+    """`padding`: rows and tokens, of a step whose number of decode rows only the device knows."""
     heads, rank, rope, size = shape
     metadata, blocks = make_metadata(seq_lens, query_lens, size, device)
+    if padding is not None:
+        metadata = in_mixed_graph(metadata, *padding)
+    tokens = len(metadata.slots)
     cache = torch.randn(blocks, size, rank + rope, device=device).to(dtype)
     q = torch.randn(tokens, heads, rank + rope, device=device).to(dtype)
-    kwargs = {"q": q, "cache": cache, "metadata": metadata, "scale": (rank + rope) ** -0.5, "rank": rank}
+    out = torch.randn(tokens, heads, rank, device=device).to(dtype)
+    kwargs = {"q": q, "cache": cache, "metadata": metadata, "scale": (rank + rope) ** -0.5, "rank": rank, "out": out}
     return Case(kwargs, {"rank": rank, "rope_dim": rope, "block_size": size})
 
 
 def _decode_inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
     for seq_lens, query_lens in (([1], [1]), ([7, 64, 33], [1, 1, 1]), ([5, 40, 9, 23], [1, 1, 9, 4])):
         for shape in (SMALL, WIDE, MANY):
-            yield _case(seq_lens, query_lens, shape, query_lens.count(1), dtype, device)
+            yield _case(seq_lens, query_lens, shape, dtype, device)
+    for query_lens, padding in (([1, 1, 9, 4], (3, 5)), ([1, 1, 1, 1], (0, 2))):
+        yield _case([5, 40, 9, 23], query_lens, SMALL, dtype, device, padding)
 
 
 def _context_inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
-    for seq_lens, query_lens, shapes in (
-        ([5, 40, 9, 23], [1, 1, 9, 4], (SMALL, WIDE, MANY)),
-        ([130], [37], (SMALL, WIDE)),
-        ([30, 64, 2], [14, 32, 2], (SMALL,)),
+    for seq_lens, query_lens, padding, shapes in (
+        ([5, 40, 9, 23], [1, 1, 9, 4], None, (SMALL, WIDE, MANY)),
+        ([130], [37], None, (SMALL, WIDE)),
+        ([30, 64, 2], [14, 32, 2], None, (SMALL,)),
+        ([5, 40, 9, 23], [1, 1, 9, 4], (3, 5), (SMALL,)),
+        ([30, 64, 2], [14, 32, 2], (1, 0), (SMALL,)),
     ):
         for shape in shapes:
-            tokens = sum(query_lens) - query_lens.count(1)
-            yield _case(seq_lens, query_lens, shape, tokens, dtype, device)
+            case = _case(seq_lens, query_lens, shape, dtype, device, padding)
+            case.kwargs["lse"] = torch.randn(case.kwargs["q"].shape[:2], device=device)
+            yield case
 
 
 def _attend(q: Tensor, keys: Tensor, scale: float, rank: int) -> tuple[Tensor, Tensor]:
@@ -59,41 +74,40 @@ def _keys(cache: Tensor, metadata: AttentionMetadata, row: int, n: int) -> Tenso
     return cache[blocks].flatten(0, 1)[:n].float()
 
 
-@op(inputs=_decode_inputs)
-def latent_decode(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, rank: int) -> Tensor:
-    """Softmax attention, in fp32, of the step's first `num_decodes` tokens to all keys of their rows.
+@op(inputs=_decode_inputs, mutates=("out",))
+def latent_decode(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, rank: int, out: Tensor) -> None:
+    """Softmax attention, in fp32, of tokens that are alone in their row to all keys of their rows.
 
-    q        `[num_decodes, heads, rank + rope]`, already multiplied by each head's key matrix
-    cache    `[blocks, block_size, rank + rope]`, this step's tokens already written; the key of a token is the whole
-             entry, its value the first `rank` features
-    returns  `[num_decodes, heads, rank]` in q's dtype
+    q      `[tokens, heads, rank + rope]`, already multiplied by each head's key matrix
+    cache  `[blocks, block_size, rank + rope]`, this step's tokens already written; the key of a token is the whole
+           entry, its value the first `rank` features
+    out    `[tokens, heads, rank]` in q's dtype, contiguous; other tokens are left as they are. q and out may end after
+           the last such token
 
     Source: DeepSeek-AI 2024 (DeepSeek-V2), section 2.1.
     """
-    lengths, rows = metadata.seq_lens.tolist(), metadata.rows.tolist()
-    out = torch.empty(*q.shape[:2], rank, dtype=q.dtype, device=q.device)
-    for i in range(len(q)):
-        out[i] = _attend(q[i : i + 1], _keys(cache, metadata, rows[i], lengths[i]), scale, rank)[0].to(q.dtype)[0]
-    return out
+    starts, lengths, rows = metadata.query_start.tolist(), metadata.seq_lens.tolist(), metadata.rows.tolist()
+    for row, start, stop, n in zip(rows, starts, starts[1:], lengths):
+        if stop - start == 1:
+            out[start:stop] = _attend(q[start:stop], _keys(cache, metadata, row, n), scale, rank)[0].to(out.dtype)
 
 
-@op(inputs=_context_inputs)
+@op(inputs=_context_inputs, mutates=("out", "lse"))
 def latent_context(
-    q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, rank: int
-) -> tuple[Tensor, Tensor]:
-    """Attention of the tokens after the first `num_decodes` to what their rows held before this step.
+    q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, rank: int, out: Tensor, lse: Tensor
+) -> None:
+    """Attention of tokens in rows with several to what their rows held before this step.
 
-    Arguments as of latent_decode, q `[tokens - num_decodes, heads, rank + rope]`. Returns `[.., heads, rank]` in q's
-    dtype and `[.., heads]` fp32, the natural log of the softmax denominator: zeros and minus infinity where there was
-    nothing.
+    Arguments as of latent_decode; a token whose row held nothing is left as it is in `out`.
+
+    lse  `[tokens, heads]` fp32, contiguous: the natural log of the softmax denominator, minus infinity where there was
+         nothing; tokens alone in their row are left as they are
     """
     starts, lengths, rows = metadata.query_start.tolist(), metadata.seq_lens.tolist(), metadata.rows.tolist()
-    first = metadata.num_decodes
-    out = torch.zeros(*q.shape[:2], rank, dtype=q.dtype, device=q.device)
-    lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float32, device=q.device)
-    for row, start, stop, n in zip(rows[first:], starts[first:], starts[first + 1 :], lengths[first:]):
-        context, mine = n - (stop - start), slice(start - starts[first], stop - starts[first])
-        if context:
-            attended, lse[mine] = _attend(q[mine], _keys(cache, metadata, row, context), scale, rank)
-            out[mine] = attended.to(q.dtype)
-    return out, lse
+    for row, start, stop, n in zip(rows, starts, starts[1:], lengths):
+        context, mine = n - (stop - start), slice(start, stop)
+        if stop - start > 1:
+            lse[mine] = -math.inf
+            if context:
+                attended, lse[mine] = _attend(q[mine], _keys(cache, metadata, row, context), scale, rank)
+                out[mine] = attended.to(out.dtype)

@@ -13,18 +13,24 @@ import torch
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
-from rapid_infer.ops.paged_attention import make_metadata
+from rapid_infer.ops.paged_attention import in_mixed_graph, make_metadata
 from rapid_infer.ops.registry import Case, op
 
 
 def _inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
-    for heads, nope, rope, v, query_lens, context in (
-        (2, 16, 8, 16, [9], False),
-        (3, 8, 8, 12, [1, 1, 9, 4], True),
-        (2, 32, 16, 24, [70, 2, 33], True),
+    for heads, nope, rope, v, query_lens, context, padding in (
+        (2, 16, 8, 16, [9], False, None),
+        (3, 8, 8, 12, [1, 1, 9, 4], True, None),
+        (2, 32, 16, 24, [70, 2, 33], True, None),
+        (2, 16, 8, 16, [1, 5, 18], True, (3, 5)),
+        (2, 16, 8, 16, [20, 3], True, (0, 0)),
     ):
         metadata, _ = make_metadata([n + 3 for n in query_lens], query_lens, 4, device)
-        tokens = sum(query_lens) - query_lens.count(1)
+        if padding is not None:
+            metadata = in_mixed_graph(metadata, *padding)
+        tokens = len(metadata.slots)
+        lse = torch.randn(tokens, heads, device=device)
+        lse[: query_lens.count(1) + 3] = -math.inf
         kwargs = {
             "q_nope": torch.randn(tokens, heads, nope, device=device).to(dtype),
             "q_rope": torch.randn(tokens, heads, rope, device=device).to(dtype),
@@ -32,15 +38,13 @@ def _inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
             "key": torch.randn(tokens, rope, device=device).to(dtype),
             "metadata": metadata,
             "scale": (nope + rope) ** -0.5,
-            "context": torch.randn(tokens, heads, v, device=device).to(dtype) if context else None,
-            "context_lse": torch.randn(tokens, heads, device=device) if context else None,
+            "out": torch.randn(tokens, heads, v, device=device).to(dtype),
+            "context_lse": lse if context else None,
         }
-        if context:
-            kwargs["context_lse"][:3] = -math.inf
         yield Case(kwargs, {"nope_dim": nope, "rope_dim": rope, "v_dim": v})
 
 
-@op(inputs=_inputs)
+@op(inputs=_inputs, mutates=("out",))
 def latent_prefill(
     q_nope: Tensor,
     q_rope: Tensor,
@@ -48,25 +52,24 @@ def latent_prefill(
     key: Tensor,
     metadata: AttentionMetadata,
     scale: float,
-    context: Tensor | None,
+    out: Tensor,
     context_lse: Tensor | None,
-) -> Tensor:
+) -> None:
     """Causal softmax attention, in fp32, among the tokens of each row that has several, and its context's part added.
 
-    T tokens stand after the step's first `num_decodes`:
-
-    q_nope, q_rope  `[T, heads, nope]` and `[T, heads, rope]`, rotated; both may have gaps between heads
-    kv              `[T, heads, nope + v]`: each head's key and value
-    key             `[T, rope]`, rotated: the rest of the key, for all heads; may have gaps between tokens
-    context, context_lse  `[T, heads, v]` and `[T, heads]` fp32: what attention to earlier tokens gave, and the natural
-                    log of its denominator, minus infinity where there were none; None: there were none at all
-    returns         `[T, heads, v]` in q's dtype
+    q_nope, q_rope  `[tokens, heads, nope]` and `[tokens, heads, rope]`, rotated; both may have gaps between heads
+    kv              `[tokens, heads, nope + v]`: each head's key and value
+    key             `[tokens, rope]`, rotated: the rest of the key, for all heads; may have gaps between tokens
+    out             `[tokens, heads, v]` in q's dtype, contiguous: what attention to earlier tokens gave becomes the
+                    whole; tokens alone in their row are left as they are
+    context_lse     `[tokens, heads]` fp32, contiguous: the natural log of that attention's denominator, minus infinity
+                    where it gave nothing, and `out` holds anything; None: it gave nothing at all
     """
-    nope, first = q_nope.shape[-1], metadata.num_decodes
-    starts = [start - first for start in metadata.query_start.tolist()[first:]]
-    out = torch.empty(*q_nope.shape[:2], kv.shape[-1] - nope, dtype=q_nope.dtype, device=q_nope.device)
-    for start, stop in pairwise(starts):
+    nope = q_nope.shape[-1]
+    for start, stop in pairwise(metadata.query_start.tolist()):
         mine, n = slice(start, stop), stop - start
+        if n < 2:
+            continue
         keys, values = kv[mine].float().split((nope, out.shape[-1]), dim=-1)
         scores = torch.einsum("qhd,khd->hqk", q_nope[mine].float(), keys)
         scores += torch.einsum("qhd,kd->hqk", q_rope[mine].float(), key[mine].float())
@@ -76,7 +79,7 @@ def latent_prefill(
         if context_lse is not None:
             total = torch.logaddexp(total, context_lse[mine].t())
         attended = torch.einsum("hqk,khd->qhd", (scores - total.unsqueeze(-1)).exp_(), values)
-        if context is not None and context_lse is not None:
-            attended += (context_lse[mine] - total.t()).exp().unsqueeze(-1) * context[mine].float()
+        if context_lse is not None:
+            share = (context_lse[mine] - total.t()).exp().unsqueeze(-1)
+            attended += (share * out[mine].float()).where(share > 0, 0.0)
         out[mine] = attended.to(out.dtype)
-    return out

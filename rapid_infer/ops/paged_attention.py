@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,6 +40,22 @@ def make_metadata(
         num_decodes=query_lens.count(1),
     )
     return metadata, blocks
+
+
+def in_mixed_graph(metadata: AttentionMetadata, rows: int, tokens: int) -> AttentionMetadata:
+    """The same step as a CUDA graph of mixed steps has it, with that many rows and tokens of padding at the end."""
+    zeros = torch.zeros(rows, dtype=torch.int32, device=metadata.rows.device)
+    return replace(
+        metadata,
+        rows=torch.cat((metadata.rows, zeros)),
+        query_start=torch.cat((metadata.query_start, metadata.query_start[-1:].expand(rows))),
+        seq_lens=torch.cat((metadata.seq_lens, zeros)),
+        slots=torch.cat((metadata.slots, metadata.slots.new_zeros(tokens))),
+        num_decodes=len(metadata.rows) + rows,
+        decodes=torch.tensor([metadata.num_decodes], dtype=torch.int32, device=metadata.rows.device),
+        max_context_len=None,
+        plans={},
+    )
 
 
 def _inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:

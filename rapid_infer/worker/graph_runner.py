@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from rapid_infer.engine.step_plan import SamplingFeatures, StepPlan
-from rapid_infer.layers.attention import CachedModule
 from rapid_infer.layers.batch import ForwardBatch
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.registry import OpResolver
@@ -79,7 +78,6 @@ class GraphRunner:
         self._rows = torch.full((layout.max_rows,), table.dummy, dtype=torch.int64, device=device)
         self._query_start = torch.arange(layout.max_rows + 1, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(layout.max_rows, dtype=torch.int32, device=device)
-        self._takes_mixed = all(m.records_mixed for m in model.modules() if isinstance(m, CachedModule))
         self._mixed_sampled: _Sampled | None = None
         self._forward: dict[tuple[str, int], tuple[torch.cuda.CUDAGraph, _Sampled]] = {}
         self._finish: dict[Any, tuple[torch.cuda.CUDAGraph, Logprobs | None]] = {}
@@ -97,8 +95,7 @@ class GraphRunner:
 
         The largest mixed forward comes before them all, also where it will hardly be used.
         """
-        if self._takes_mixed:
-            self._capture_mixed(self.mailbox.layout.max_tokens)
+        self._capture_mixed(self.mailbox.layout.max_tokens)
         for size in reversed(self.sizes):
             self._capture_decode(size)
             self._capture_finish(DECODE, size, GREEDY)
@@ -109,9 +106,7 @@ class GraphRunner:
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether graphs can run this step."""
-        if plan.prompt_scores is not None or plan.num_tokens > self.mailbox.layout.max_tokens:
-            return False
-        return self._takes_mixed or self.shape_of(plan)[0] == DECODE
+        return plan.prompt_scores is None and plan.num_tokens <= self.mailbox.layout.max_tokens
 
     def shape_of(self, plan: StepPlan) -> tuple[str, int, int]:
         """(kind, rows or tokens of its forward graph, rows of its finish graph) for a step."""

@@ -15,6 +15,28 @@ from rapid_infer.worker.graph_runner import DECODE, GREEDY, MIXED, token_buckets
 
 VOCAB = 199
 
+LATENT: tuple[str, dict[str, Any]] = (
+    "deepseek_v3",
+    {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 40,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        # What transformers rotates.
+        "head_dim": 8,
+        "v_head_dim": 16,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 48,
+        "first_k_dense_replace": 1,
+    },
+)
+"""Model type, and what differs from TINY."""
+
 PROFILES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "sampled": {"temperature": 0.9, "top_k": 40, "top_p": 0.9},

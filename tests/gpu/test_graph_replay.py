@@ -20,7 +20,7 @@ from rapid_infer.worker.graph_recorder import GraphRecorder
 from rapid_infer.worker.graph_runner import DECODE, MIXED
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gpu_traffic import PROFILES, graphs_of, params, prompts, replays, tokens, traffic
+from gpu_traffic import LATENT, PROFILES, graphs_of, params, prompts, replays, tokens, traffic
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,8 +38,8 @@ def model(tiny):
     return tiny("qwen3")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_replays_give_the_bits_of_the_same_code_run_eagerly(dtype, model, open_llm, monkeypatch):
+@pytest.mark.parametrize(("name", "dtype"), [("qwen3", "bfloat16"), ("qwen3", "float32"), ("latent", "bfloat16")])
+def test_replays_give_the_bits_of_the_same_code_run_eagerly(name, dtype, tiny, open_llm, monkeypatch):
     """After each replayed step, its state is put back and the step runs again without the graphs."""
     code: dict[Any, Callable[[], Any]] = {}
     record = GraphRecorder.record
@@ -51,7 +51,7 @@ def test_replays_give_the_bits_of_the_same_code_run_eagerly(dtype, model, open_l
 
     monkeypatch.setattr(GraphRecorder, "record", keep)
     # Its own engine, by an option that nobody else sets, since its graphs must be recorded here.
-    llm = open_llm(model, dtype=dtype, queue_depth=1, seed=1)
+    llm = open_llm(tiny(*LATENT) if name == "latent" else tiny(name), dtype=dtype, queue_depth=1, seed=1)
     graphs, table = graphs_of(llm), llm.engine.executor.runner.table
     launch = graphs.launch
     steps: Counter[tuple[str, str, int]] = Counter()
@@ -82,9 +82,9 @@ def test_replays_give_the_bits_of_the_same_code_run_eagerly(dtype, model, open_l
         names = ["hidden states", "lengths", "tokens", "last tokens", "table lengths", "step", "counts"]
         pairs = [*zip(replayed, eager), *zip(after, state), *zip(scores, [tensor[:n] for tensor in found or ()])]
         names[len(replayed) + len(state) :] = ["log-probability ids", "values", "ranks"]
-        for name, (a, b) in zip(names, pairs):
+        for what, (a, b) in zip(names, pairs):
             if not torch.equal(a, b):
-                different.append(f"{name} of {n} rows, step {steps.total()}, {plan.features}")
+                different.append(f"{what} of {n} rows, step {steps.total()}, {plan.features}")
         if bool(hidden[:n].float().abs().sum() == 0) or bool((results < 0).any()):
             different.append(f"nothing computed for {n} rows")
         steps[profile, kind, size] += 1

@@ -15,7 +15,7 @@ from rapid_infer import SamplingParams
 from rapid_infer.worker.build import cached_modules
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gpu_traffic import PROFILES, graphs_of, params, prompts, record_all, replays, tokens, traffic
+from gpu_traffic import LATENT, PROFILES, graphs_of, params, prompts, record_all, replays, tokens, traffic
 
 pytestmark = [
     pytest.mark.gpu,
@@ -112,7 +112,7 @@ def poison(llm, blocks: list[int] | None) -> None:
     """NaN in these cache blocks, or all; padding's block 0 included."""
     for modules in cached_modules(llm.engine.executor.runner.model).values():
         for module in modules:
-            for cache in (module.k_cache, module.v_cache):
+            for cache in (module.cache,) if hasattr(module, "cache") else (module.k_cache, module.v_cache):
                 if blocks is None:
                     cache.fill_(torch.nan)
                 else:
@@ -185,10 +185,10 @@ def test_nan_in_embeddings_fails_the_row_that_meets_it(tiny, open_llm):
     assert tokens(llm.generate([run.prompt for run in runs], greedy)) == [run.tokens for run in runs]
 
 
-@pytest.mark.parametrize("name", ["llama", "windowed"])
+@pytest.mark.parametrize("name", ["llama", "windowed", "latent"])
 def test_what_lies_in_unused_slots_does_not_matter(name, tiny, open_llm):
     windows = {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
-    model = tiny("llama") if name == "llama" else tiny("qwen3", windows)
+    model = tiny(*{"llama": ("llama",), "windowed": ("qwen3", windows), "latent": LATENT}[name])
     llm = open_llm(model, queue_depth=2)
     runs = model.runs((1, 2, 15, 16, 17, 33, 70), 20)
     poison(llm, None)

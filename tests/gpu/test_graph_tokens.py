@@ -13,7 +13,7 @@ from rapid_infer import SamplingParams
 from rapid_infer.testing import GreedyRun
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gpu_traffic import graphs_of, params, prompts, replays, tokens
+from gpu_traffic import LATENT, graphs_of, params, prompts, replays, tokens
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,24 +34,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     ),
-    "latent": (
-        "deepseek_v3",
-        {
-            "num_key_value_heads": 4,
-            "q_lora_rank": 40,
-            "kv_lora_rank": 32,
-            "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 16,
-            "n_routed_experts": 16,
-            "num_experts_per_tok": 4,
-            "n_group": 4,
-            "topk_group": 2,
-            "n_shared_experts": 1,
-            "moe_intermediate_size": 48,
-            "first_k_dense_replace": 1,
-        },
-    ),
+    "latent": LATENT,
     "experts": (
         "qwen3_moe",
         {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True},

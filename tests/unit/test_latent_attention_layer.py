@@ -16,8 +16,9 @@ from rapid_infer.layers.context import BuildContext
 from rapid_infer.layers.mla import LATENT_EPS, LatentAttention, LatentAttentionConfig
 from rapid_infer.layers.parameter import parts_of, placement_of
 from rapid_infer.layers.rope import RopeConfig
-from rapid_infer.ops import OpResolver
-from rapid_infer.ops.paged_attention import make_metadata
+from rapid_infer.ops import OPS, OpResolver
+from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.paged_attention import in_mixed_graph, make_metadata
 from rapid_infer.ops.rope_kv_write import rotate
 from rapid_infer.parallel import ParallelState
 
@@ -55,8 +56,12 @@ def weights(config: LatentAttentionConfig) -> dict[tuple[str, str | None], Tenso
     }
 
 
-def build(config: LatentAttentionConfig, parallel: ParallelState, blocks: int) -> LatentAttention:
-    ctx = BuildContext(torch.float32, OpResolver("cpu"), 64, parallel, name="attn", block_size=BLOCK)
+def build(
+    config: LatentAttentionConfig, parallel: ParallelState, blocks: int, provider: str | None = None
+) -> LatentAttention:
+    """`provider`: of the ops that have it; None: the best of each."""
+    preferred = {name: [provider] for name, op in OPS.items() if provider in op.providers}
+    ctx = BuildContext(torch.float32, OpResolver("cpu", preferred), 64, parallel, name="attn", block_size=BLOCK)
     layer = LatentAttention(ctx, config)
     for (name, part), tensor in weights(config).items():
         module = layer.get_submodule(name)
@@ -127,6 +132,50 @@ def test_absorbed_equals_materialised_in_chunks_and_over_ranks(q_rank: int | Non
     torch.testing.assert_close(torch.cat(results), materialised(config, x), atol=2e-4, rtol=2e-4)
     for layer in ranks[1:]:
         assert torch.equal(layer.cache.nan_to_num(), ranks[0].cache.nan_to_num())
+
+
+@pytest.mark.parametrize("padding", [(0, 0), (3, 5)])
+@pytest.mark.parametrize(
+    ("seq_lens", "query_lens"),
+    [
+        ([9, 4], [9, 4]),
+        ([12, 11], [7, 11]),
+        ([1, 6, 9], [1, 1, 1]),
+        ([1, 30, 9, 2], [1, 1, 3, 2]),
+        ([17, 6, 8, 20], [1, 6, 8, 2]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("provider", ["torch", "triton"])
+def test_a_mixed_graph_needs_no_number_from_the_host(
+    seq_lens: list[int], query_lens: list[int], padding: tuple[int, int], provider: str
+) -> None:
+    """Prompts with and without what was computed before, rows alone, and chunks of one token, which count as alone.
+
+    Slots of padding are those of a block that belongs to nobody, and holds NaN.
+    """
+    if provider == "triton":
+        pytest.importorskip("triton")
+        if torch.cuda.is_available():
+            pytest.skip("Triton's interpreter runs where there is no GPU")
+    metadata, blocks = make_metadata(seq_lens, query_lens, BLOCK, "cpu")
+    tokens, generator = sum(query_lens), torch.Generator().manual_seed(1)
+    positions = torch.cat([torch.arange(n - q, n) for n, q in zip(seq_lens, query_lens)])
+    x, cache = (torch.randn(*shape, generator=generator) for shape in ((tokens, HIDDEN), (blocks, BLOCK, RANK + ROPE)))
+    layer = build(CONFIG, ParallelState(), blocks, provider)
+
+    def run(metadata: AttentionMetadata, spare: int) -> Tensor:
+        layer.cache.copy_(cache)
+        layer.cache[0] = math.nan
+        ids = F.pad(positions, (0, spare))
+        return layer(F.pad(x, (0, 0, 0, spare), value=math.nan), ForwardBatch(ids, ids, [metadata]))[:tokens]
+
+    expected = run(metadata, 0)
+    written = layer.cache.clone()
+    for without in (None, 0) if seq_lens == query_lens else (None,):
+        torch.testing.assert_close(run(replace(metadata, max_context_len=without, plans={}), 0), expected)
+    torch.testing.assert_close(run(in_mixed_graph(metadata, *padding), padding[1]), expected)
+    torch.testing.assert_close(layer.cache[1:], written[1:])
 
 
 def test_what_does_not_belong_to_a_head_is_whole_on_every_rank() -> None:

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from rapid_infer.ops import OPS
 from rapid_infer.ops.attention_metadata import AttentionMetadata
-from rapid_infer.ops.paged_attention import make_metadata
+from rapid_infer.ops.paged_attention import in_mixed_graph, make_metadata
 from rapid_infer.ops.providers.triton import (
     attention_plan,
     attention_prefill,
@@ -149,6 +149,13 @@ def test_slices_cover_the_keys_of_each_row_once(
             assert found[slices, row, 2:].tolist() == [[slices[0], len(slices)]] * len(slices)
 
 
+def test_where_parts_cost_slices_grow_with_the_root_of_the_longest_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_plan, "PROGRAMS_PER_MULTIPROCESSOR", 999)
+    metadata = make_metadata([16 * 15, 16 * 99, 5], [1] * 3, 16, DEVICE)[0]
+    for part_cost, quota in ((0, 1), (1, 10), (4, 20)):
+        assert int(decode_plan(metadata, 1, 1, 16, 16, None, part_cost=part_cost).quota) == quota
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_rows_in_several_slices(options: dict[str, Any], small: None) -> None:
     check(make_case([200, 3, 90, 77], [1] * 4), **options)
@@ -178,7 +185,7 @@ def test_a_group_larger_than_a_tile_of_queries(small: None) -> None:
 
 
 def test_more_rows_than_are_counted_at_once(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_prefill_plan, "_TILES_AT_ONCE", 2)
+    monkeypatch.setattr(attention_prefill_plan, "_AT_ONCE", 2)
     monkeypatch.setattr(attention_plan, "_ROWS_AT_ONCE", 2)
     check(make_case([8, 30, 17, 20, 9, 35, 40, 5], [1, 1, 1, 3, 9, 35, 2, 5]))
 
@@ -203,19 +210,7 @@ def test_rows_that_only_the_device_knows(query_lens: list[int], options: dict[st
     if options.get("sinks"):
         options = {**options, "sinks": torch.randn(6, device=DEVICE)}
     expected = REFERENCE(**{**case, **options})
-    zero = torch.zeros(spare, dtype=torch.int32, device=DEVICE)
-    rows = len(query_lens) + spare
-    case["metadata"] = AttentionMetadata(
-        block_table=metadata.block_table,
-        rows=torch.cat([metadata.rows, zero]),
-        query_start=torch.cat([metadata.query_start, zero + tokens]),
-        seq_lens=torch.cat([metadata.seq_lens, zero]),
-        slots=metadata.slots,
-        max_query_len=100,
-        max_seq_len=100,
-        num_decodes=rows,
-        decodes=torch.tensor([query_lens.count(1)], dtype=torch.int32, device=DEVICE),
-    )
+    case["metadata"] = in_mixed_graph(metadata, spare, 20)
     case["q"] = torch.cat([case["q"], torch.full((20, 6, 32), math.nan, device=DEVICE)])
     for got, wanted in zip(paged_attention(**{**case, **options}), expected):
         torch.testing.assert_close(got[:tokens], wanted, atol=2e-5, rtol=2e-5)
@@ -223,7 +218,7 @@ def test_rows_that_only_the_device_knows(query_lens: list[int], options: dict[st
 
 @pytest.mark.parametrize("decodes", [0, 2, 5])
 def test_every_token_is_in_one_tile(decodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_prefill_plan, "_TILES_AT_ONCE", 2)
+    monkeypatch.setattr(attention_prefill_plan, "_AT_ONCE", 2)
     query_lens = [1] * decodes + [4, 1, 40, 8, 17]
     seq_lens = [n + 3 * i for i, n in enumerate(query_lens)]
     metadata = make_metadata(seq_lens, query_lens, 16, DEVICE)[0]

@@ -109,6 +109,20 @@ def test_nan_scores_give_no_expert() -> None:
         weights, places = route_experts(logits, None, None, slots, 2, 1, 1, scoring, True, 1.0)
         assert places.tolist() == [[1, 3], [-1, -1]]
         assert weights[1].tolist() == [0.0, 0.0]
+    logits[1, 2] = 0.1
+    weights, places = route_experts(logits, None, None, slots, 2, 1, 1, "sigmoid", True, 1.0)
+    assert places[1].tolist() == [2, -1]
+    assert weights[1].tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("groups", [1, 5])
+def test_choices_below_zero_and_groups_that_fill_no_power_of_two(groups: int) -> None:
+    """More than are left are not asked for: 3 groups of 4 experts give 12."""
+    logits, bias = torch.randn(9, 20, device=DEVICE), torch.randn(20, device=DEVICE) - 1
+    slots = torch.randperm(20).int().to(DEVICE) - 2
+    arguments = (logits, bias, None, slots, 12, groups, min(groups, 3), "sigmoid", True, 2.5)
+    for got, expected in zip(route_experts(*arguments), OPS["route_experts"].reference(*arguments)):
+        torch.testing.assert_close(got, expected)
 
 
 def test_equal_scores_go_to_the_lower_number() -> None:

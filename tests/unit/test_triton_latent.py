@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 pytest.importorskip("triton")
 
 from rapid_infer.ops import OPS
-from rapid_infer.ops.paged_attention import make_metadata
+from rapid_infer.ops.paged_attention import in_mixed_graph, make_metadata
 from rapid_infer.ops.providers.triton import attention_plan
 from rapid_infer.ops.providers.triton import latent_context as context_module
+from rapid_infer.ops.providers.triton import latent_decode as decode_module
 from rapid_infer.ops.providers.triton import latent_prefill as prefill_module
 from rapid_infer.ops.providers.triton.latent_context import latent_context
 from rapid_infer.ops.providers.triton.latent_decode import latent_decode
@@ -32,7 +35,7 @@ def seed() -> None:
 
 
 def make_case(seq_lens: list[int], query_lens: list[int], heads: int = 6, rank: int = 32, size: int = 16) -> Any:
-    """Arguments for decode or, with query lengths above one, context; NaN wherever the cache holds no key of a row.
+    """Arguments for decode and, with `lse`, context; NaN wherever the cache holds no key of a row.
 
     The cache is a layer of several.
     """
@@ -41,17 +44,27 @@ def make_case(seq_lens: list[int], query_lens: list[int], heads: int = 6, rank: 
     for row, n in enumerate(seq_lens):
         key = torch.arange(n, device=DEVICE)
         cache[metadata.block_table[row, key // size].long(), key % size] = torch.randn(n, rank + 8, device=DEVICE)
-    alone, tokens = query_lens.count(1), sum(query_lens)
-    q = torch.randn(tokens - alone if tokens > alone else alone, heads, rank + 8, device=DEVICE)
-    return {"q": q, "cache": cache, "metadata": metadata, "scale": 0.2, "rank": rank}
+    q = torch.randn(sum(query_lens), heads, rank + 8, device=DEVICE)
+    out = torch.randn(sum(query_lens), heads, rank, device=DEVICE)
+    return {"q": q, "cache": cache, "metadata": metadata, "scale": 0.2, "rank": rank, "out": out}
+
+
+def attend(op: Any, case: Any, *names: str) -> list[Tensor]:
+    """What `op` makes of the arguments `names`, on copies of them."""
+    copies = {name: case[name].clone() for name in names}
+    op(**{**case, **copies})
+    return list(copies.values())
 
 
 def check_decode(case: Any) -> None:
-    torch.testing.assert_close(latent_decode(**case), OPS["latent_decode"].reference(**case), **CLOSE)
+    got, expected = (attend(op, case, "out") for op in (latent_decode, OPS["latent_decode"].reference))
+    torch.testing.assert_close(got, expected, **CLOSE)
 
 
 def check_context(case: Any) -> None:
-    torch.testing.assert_close(latent_context(**case), OPS["latent_context"].reference(**case), **CLOSE)
+    case = {**case, "lse": torch.randn(case["q"].shape[:2], device=DEVICE)}
+    got, expected = (attend(op, case, "out", "lse") for op in (latent_context, OPS["latent_context"].reference))
+    torch.testing.assert_close(got, expected, **CLOSE)
 
 
 @pytest.mark.parametrize("size", [8, 16, 64])
@@ -68,9 +81,10 @@ def test_context_lengths_and_block_sizes(seq_lens: list[int], query_lens: list[i
     check_context(make_case(seq_lens, query_lens, size=size))
 
 
-@pytest.mark.parametrize("programs", [1, 3, 20])
-def test_rows_spread_over_slices(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("programs", "part_cost"), [(1, 0), (3, 0), (20, 0), (20, 1), (20, 20)])
+def test_rows_spread_over_slices(programs: int, part_cost: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_plan, "PROGRAMS_PER_MULTIPROCESSOR", programs)
+    monkeypatch.setattr(decode_module, "PART_COST", part_cost)
     check_decode(make_case([200, 5, 90], [1, 1, 1], heads=20))
 
 
@@ -81,51 +95,91 @@ def test_tiles_of_tokens_before_a_context(queries: int, monkeypatch: pytest.Monk
     check_context(make_case([40, 7], [9, 7], heads=4))
 
 
+MIXTURES = [[9, 40], [1, 9, 40], [1, 1, 21, 2], [1, 1, 1], [2] * 4]
+
+
+@pytest.mark.parametrize("padding", [(0, 0), (3, 0), (2, 20)])
+@pytest.mark.parametrize("query_lens", MIXTURES, ids=str)
+def test_rows_that_only_the_device_knows(query_lens: list[int], padding: tuple[int, int]) -> None:
+    """As in a CUDA graph of a mixed step; queries of padding are NaN, and nothing is written for them."""
+    case = make_case([50, 60, 40, 33][: len(query_lens)], query_lens, heads=4)
+    case["metadata"] = in_mixed_graph(case["metadata"], *padding)
+    case["q"], case["out"] = (F.pad(case[name], (0, 0, 0, 0, 0, padding[1]), value=math.nan) for name in ("q", "out"))
+    case["out"].nan_to_num_(7.0)
+    check_decode(case)
+    check_context(case)
+
+
+def test_a_step_without_context_writes_no_result() -> None:
+    case = make_case([9, 3], [9, 3])
+    out, lse = attend(latent_context, {**case, "lse": torch.zeros(12, 6, device=DEVICE)}, "out", "lse")
+    assert torch.equal(out, case["out"])
+    assert torch.equal(lse, torch.full_like(lse, -math.inf))
+
+
 def test_padding_rows_get_zeros() -> None:
     case = make_case([9, 1, 20], [1, 1, 1])
     case["metadata"].seq_lens[1] = 0
-    got = latent_decode(**case)
+    [got] = attend(latent_decode, case, "out")
     assert not got[1].any()
     case["metadata"].seq_lens[1] = 1
-    torch.testing.assert_close(got[[0, 2]], OPS["latent_decode"].reference(**case)[[0, 2]], **CLOSE)
+    [expected] = attend(OPS["latent_decode"].reference, case, "out")
+    torch.testing.assert_close(got[[0, 2]], expected[[0, 2]], **CLOSE)
 
 
-def test_layers_of_a_step_share_the_plan_and_give_the_same_bits() -> None:
-    case = make_case([120, 33], [1, 1])
-    first = latent_decode(**case)
-    assert len(case["metadata"].plans) == 1
-    assert torch.equal(latent_decode(**case), first)
-    assert len(case["metadata"].plans) == 1
+def test_layers_of_a_step_share_the_plans_and_give_the_same_bits() -> None:
+    case = make_case([120, 33, 20], [1, 1, 9])
+    for op, names in ((latent_decode, ["out"]), (latent_context, ["out", "lse"])):
+        arguments = {**case, "lse": torch.zeros(11, 6, device=DEVICE)} if "lse" in names else case
+        case["metadata"].plans.clear()
+        first = attend(op, arguments, *names)
+        assert len(case["metadata"].plans) == 1
+        assert all(map(torch.equal, attend(op, arguments, *names), first))
+        assert len(case["metadata"].plans) == 1
 
 
 @pytest.mark.parametrize(("queries", "tile"), [(16, 16), (32, 16), (16, 32)])
 @pytest.mark.parametrize("with_context", [False, True])
+@pytest.mark.parametrize("padding", [None, (3, 6)])
+@pytest.mark.parametrize("query_lens", [[1, 40, 2, 17], [1, *[4, 3] * 9]], ids=str)
 def test_tiles_of_a_steps_own_tokens(
-    queries: int, tile: int, with_context: bool, monkeypatch: pytest.MonkeyPatch
+    queries: int,
+    tile: int,
+    with_context: bool,
+    padding: tuple[int, int] | None,
+    query_lens: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Scores far apart, so that parts of very different weight are put together; queries are slices of wider rows."""
+    """Scores far apart, so that parts of very different weight are put together; queries are slices of wider rows.
+
+    Where there is no context, `out` is NaN. Many short rows have more tiles than there are programs.
+    """
     monkeypatch.setattr(prefill_module, "FP32_QUERIES", queries)
     monkeypatch.setattr(prefill_module, "FP32_TILE", tile)
-    query_lens = [1, 40, 2, 17]
+    real = sum(query_lens)
     metadata, _ = make_metadata([n + 1 for n in query_lens], query_lens, 4, DEVICE)
-    tokens, heads = 59, 3
+    if padding is not None:
+        metadata = in_mixed_graph(metadata, *padding)
+    tokens, heads = len(metadata.slots), 3
     wide, entries = torch.randn(tokens, heads, 40, device=DEVICE), torch.randn(tokens, 24, device=DEVICE)
-    lse = 8 * torch.randn(tokens, heads, device=DEVICE)
-    lse[:41] = -math.inf
-    context = torch.randn(tokens, heads, 16, device=DEVICE)
+    kv, lse = torch.randn(tokens, heads, 32, device=DEVICE), 8 * torch.randn(tokens, heads, device=DEVICE)
+    wide[real:], entries[real:], kv[real:] = math.nan, math.nan, math.nan
+    lse[1:42] = -math.inf
+    out = torch.randn(tokens, heads, 16, device=DEVICE)
+    out[1:42] = math.nan
     arguments: dict[str, Any] = {
         "q_nope": wide[..., 3:19],
         "q_rope": wide[..., 32:],
-        "kv": torch.randn(tokens, heads, 32, device=DEVICE),
+        "kv": kv,
         "key": entries[:, 16:],
         "metadata": metadata,
         "scale": 1.5,
-        "context": context if with_context else None,
+        "out": out,
         "context_lse": lse if with_context else None,
     }
-    torch.testing.assert_close(
-        latent_prefill(**arguments), OPS["latent_prefill"].reference(**arguments), atol=1e-4, rtol=1e-4
-    )
+    [got], [expected] = (attend(op, arguments, "out") for op in (latent_prefill, OPS["latent_prefill"].reference))
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    assert not got.isnan().any()
 
 
 def test_heads_are_cut_into_equal_blocks() -> None:

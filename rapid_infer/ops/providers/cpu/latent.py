@@ -15,11 +15,10 @@ from rapid_infer.ops.registry import register
 
 
 @register("latent_decode", "cpu", priority=10, supports=not_on_cpu)
-def latent_decode(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, rank: int) -> Tensor:
+def latent_decode(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, rank: int, out: Tensor) -> None:
     """Rows of like length together."""
     plan = attention_plan(metadata, cache.shape[1], q.dtype)
     flat = cache.view(-1, q.shape[-1])
-    out = torch.empty(*q.shape[:2], rank, dtype=q.dtype)
     for part in plan.decode:
         keys = flat[part.run] if part.run is not None else flat.index_select(0, part.slots)
         keys = keys.view(len(part.rows), -1, q.shape[-1])
@@ -27,4 +26,3 @@ def latent_decode(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: 
         if part.hidden is not None:
             scores += part.hidden[:, 0]
         out[part.rows] = torch.bmm(scores.softmax(-1).to(q.dtype), keys[..., :rank])
-    return out

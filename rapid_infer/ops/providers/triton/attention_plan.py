@@ -98,7 +98,7 @@ def _plan_kernel(
     seq_lens_ptr, decodes_ptr, first_ptr, slice_row_ptr, quota_ptr, arrived_ptr, rows, slices, window, kv_heads,
     table_ptr, rows_ptr, table_stride, shared_ptr, item_first_ptr, items_ptr, slice_item_ptr, shared_quota_ptr,
     item_arrived_ptr,
-    TILE: tl.constexpr, ROW_COST: tl.constexpr, MIN_QUOTA: tl.constexpr, WINDOW: tl.constexpr,
+    TILE: tl.constexpr, ROW_COST: tl.constexpr, MIN_QUOTA: tl.constexpr, PART_COST: tl.constexpr, WINDOW: tl.constexpr,
     HEADS_PAD: tl.constexpr, ROWS: tl.constexpr, DECODES: tl.constexpr,
     PACK: tl.constexpr, BLOCK_SIZE: tl.constexpr, MIN_BLOCKS: tl.constexpr, MIN_SAVED: tl.constexpr,
     COLUMNS: tl.constexpr, ITEM_COST: tl.constexpr, MIN_SHARED_QUOTA: tl.constexpr, PDL: tl.constexpr,
@@ -122,10 +122,16 @@ def _plan_kernel(
             item_arrived_ptr, rows, slice, slices, kv_heads, PACK, ITEM_COST, MIN_SHARED_QUOTA, ROWS, HEADS_PAD,
         )  # fmt: skip
     total = 0
+    longest = 0
     for at in range(0, rows, ROWS):
         row = at + tl.arange(0, ROWS)
-        total += tl.sum(_units(seq_lens_ptr, row, decodes, shared, window, TILE, ROW_COST, WINDOW))
+        units = _units(seq_lens_ptr, row, decodes, shared, window, TILE, ROW_COST, WINDOW)
+        total += tl.sum(units)
+        longest = tl.maximum(longest, tl.max(units))
     quota = tl.maximum((total + slices - 1) // slices, MIN_QUOTA)
+    if PART_COST > 0:
+        # A row of n tiles in slices of q takes as long as q + n / q * PART_COST of them: least at the root.
+        quota = tl.maximum(quota, tl.sqrt((longest * PART_COST).to(tl.float32)).to(tl.int32))
     before = 0
     starting = 0
     for at in range(0, rows, ROWS):
@@ -155,12 +161,14 @@ def decode_plan(
     window: int | None,
     block_size: int = 0,
     pack: int = 0,
+    part_cost: int = 0,
 ) -> DecodePlan:
     """The step's plan for layers of this shape, made by the first of them.
 
-    Up to `pack` rows read blocks that they share together; 0 if none may.
+    Up to `pack` rows read blocks that they share together; 0 if none may. `part_cost`: what putting the result of one
+    more slice of a row together costs, in tiles; 0 where it is little.
     """
-    key = ("triton decode", kv_heads, group, dim_pad, tile, window, pack)
+    key = ("triton decode", kv_heads, group, dim_pad, tile, window, pack, part_cost)
     plan = metadata.plans.get(key)
     if plan is not None:
         return plan
@@ -191,7 +199,7 @@ def decode_plan(
         metadata.block_table, metadata.rows, metadata.block_table.stride(0),
         *((plan.first,) * 6 if shared is None else
           (shared.rows, shared.item_first, shared.items, shared.slice_item, shared.quota, shared.arrived)),
-        TILE=tile, ROW_COST=ROW_COST, MIN_QUOTA=MIN_QUOTA, WINDOW=window is not None,
+        TILE=tile, ROW_COST=ROW_COST, MIN_QUOTA=MIN_QUOTA, PART_COST=part_cost, WINDOW=window is not None,
         HEADS_PAD=triton.next_power_of_2(kv_heads), ROWS=at_once,
         DECODES=metadata.decodes is not None, PACK=pack, BLOCK_SIZE=block_size,
         MIN_BLOCKS=attention_groups.MIN_BLOCKS, MIN_SAVED=attention_groups.MIN_SAVED,

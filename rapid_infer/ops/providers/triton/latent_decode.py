@@ -5,13 +5,12 @@ All heads share the keys, so they go together as the rows of one matrix.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
-from rapid_infer.ops.providers.triton.attention_decode import COMBINED_AT_ONCE, combine
+from rapid_infer.ops.providers.triton.attention_decode import combine
 from rapid_infer.ops.providers.triton.attention_plan import decode_plan, row_part
 from rapid_infer.ops.providers.triton.attention_tile import write_row
 from rapid_infer.ops.providers.triton.latent_tile import attend_latent, check_strides, latent_shape, load_query
@@ -20,7 +19,13 @@ from rapid_infer.ops.providers.triton.launch import options, start_next, wait_pr
 MOST_HEADS = 64
 """In a program: their results stay in registers."""
 FP32_HEADS = 16
+FEW_WARPS, WARPS = 4, 8
+"""Up to 16 heads, and more."""
 STAGES = 3
+PART_COST = 1
+"""Of `decode_plan`: a part is a whole latent of every head in the program, about as many bytes as a tile of keys."""
+COMBINED_AT_ONCE = 16384
+"""Elements of partial results that a program reads at once."""
 
 
 @triton.jit(do_not_specialize=["table_ptr", "rows_ptr", "seq_lens_ptr"])
@@ -84,21 +89,20 @@ def _decode_kernel(
                     )  # fmt: skip
 
 
-def latent_decode(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, rank: int) -> Tensor:
+def latent_decode(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, rank: int, out: Tensor) -> None:
     """Reads no tensor on the host, so it can be captured in a CUDA graph; a token without keys gets zeros."""
+    if not metadata.num_decodes:
+        return
     q = check_strides(q, cache)
-    out = torch.empty(*q.shape[:2], rank, dtype=q.dtype, device=q.device)
-    if not len(q):
-        return out
-    shape = latent_shape(q, cache, scale, rank, FP32_HEADS if q.dtype == torch.float32 else MOST_HEADS)
+    shape = latent_shape(q, cache, scale, rank, FP32_HEADS if q.element_size() > 2 else MOST_HEADS)
     group_pad, rank_pad = triton.next_power_of_2(shape.group), shape.constants["RANK_PAD"]
-    plan = decode_plan(metadata, shape.head_blocks, shape.group, rank_pad, shape.constants["TILE"], None)
+    tile = shape.constants["TILE"]
+    plan = decode_plan(metadata, shape.head_blocks, shape.group, rank_pad, tile, None, part_cost=PART_COST)
     _decode_kernel[(plan.slices * shape.head_blocks,)](
         q, cache, out, metadata.block_table, metadata.rows, metadata.seq_lens,
         plan.first, plan.slice_row, plan.quota, plan.arrived, plan.partial, plan.stats,
         q.stride(0), q.stride(1), metadata.block_table.stride(0), cache.stride(0), cache.stride(1),
         HEAD_BLOCKS=shape.head_blocks, GROUP=shape.group, GROUP_PAD=group_pad, ROW_COST=plan.row_cost,
         COUNT=max(COMBINED_AT_ONCE // (group_pad * rank_pad), 1),
-        num_warps=4 if group_pad <= 16 else 8, num_stages=STAGES, **shape.constants, **options(q),
+        num_warps=FEW_WARPS if group_pad <= 16 else WARPS, num_stages=STAGES, **shape.constants, **options(q),
     )  # fmt: skip
-    return out

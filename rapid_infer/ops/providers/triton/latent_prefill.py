@@ -1,4 +1,4 @@
-"""Latent attention among a step's tokens: a program per head and tile of a row's tokens.
+"""Latent attention among a step's tokens: a program per head and tile of a row's tokens, or some of its tiles.
 
 The softmax starts from what attention to earlier tokens gave, so the two parts need no kernel to be put together.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.providers.triton.attention_prefill_plan import ENTRY, prefill_plan
 from rapid_infer.ops.providers.triton.attention_tile import matmul, score_scales
 from rapid_infer.ops.providers.triton.launch import num_multiprocessors, options, start_next, wait_previous
 
@@ -24,7 +24,6 @@ TILE = 64
 """Keys."""
 FP32_QUERIES = FP32_TILE = 16
 STAGES = 3
-_ROWS_AT_ONCE = 128
 _LOG2E = tl.constexpr(math.log2(math.e))
 
 
@@ -62,68 +61,61 @@ def _attend(
     return acc, top, total
 
 
-@triton.jit(do_not_specialize=["start_ptr", "decodes", "rows"])
+@triton.jit
 def _prefill_kernel(
-    q_nope_ptr, q_rope_ptr, kv_ptr, key_ptr, context_ptr, context_lse_ptr, out_ptr, start_ptr, decodes, rows,
+    q_nope_ptr, q_rope_ptr, kv_ptr, key_ptr, context_lse_ptr, out_ptr, plan_ptr,
     nope_stride, nope_head_stride, rope_stride, rope_head_stride, kv_stride, kv_head_stride, key_stride, scale,
     HEADS: tl.constexpr, M: tl.constexpr, NOPE: tl.constexpr, NOPE_PAD: tl.constexpr,
     ROPE: tl.constexpr, ROPE_PAD: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr,
-    TILE: tl.constexpr, ROWS: tl.constexpr, CONTEXT: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, CONTEXT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start_next(PDL)
     head = tl.program_id(0)
-    # Late tiles of a row have the most keys and start first.
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    wait_previous(PDL)
-    # Row i's tiles start at its first token / M + i: never fewer than it needs, and at most one more.
-    start_ptr += decodes
-    starting = 0
-    for at in range(0, rows, ROWS):
-        nth = at + tl.arange(0, ROWS)
-        start = tl.load(start_ptr + nth, mask=nth < rows, other=0) - decodes
-        starting += tl.sum(((start // M + nth <= tile) & (nth < rows)).to(tl.int32))
-    row = starting - 1
-    start = tl.load(start_ptr + row) - decodes
-    queries = tl.load(start_ptr + row + 1) - decodes - start
-    before = (tile - start // M - row) * M
-    if before >= queries:
-        return
-    position = before + tl.arange(0, M)
-    exists = position < queries
-    at = (start + position).to(tl.int64)
     nope, rope, v_at = tl.arange(0, NOPE_PAD), tl.arange(0, ROPE_PAD), tl.arange(0, V_PAD)
-    q_nope = tl.load(
-        q_nope_ptr + (at * nope_stride)[:, None] + head * nope_head_stride + nope[None, :],
-        mask=exists[:, None] & (nope < NOPE)[None, :], other=0.0,
-    )  # fmt: skip
-    q_rope = tl.load(
-        q_rope_ptr + (at * rope_stride)[:, None] + head * rope_head_stride + rope[None, :],
-        mask=exists[:, None] & (rope < ROPE)[None, :], other=0.0,
-    )  # fmt: skip
-    place = at * HEADS + head
-    real = exists[:, None] & (v_at < V)[None, :]
-    acc = tl.zeros([M, V_PAD], tl.float32)
-    top = tl.full([M], float("-inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
-    if CONTEXT:
-        top = tl.load(context_lse_ptr + place, mask=exists, other=float("-inf")) * _LOG2E
-        # Already divided by its denominator, which `top` therefore stands for as a single weight.
-        total = tl.where(top > float("-inf"), 1.0, 0.0)
-        acc = tl.load(context_ptr + place[:, None] * V + v_at[None, :], mask=real, other=0.0).to(tl.float32)
-    kv_ptr += start.to(tl.int64) * kv_stride + head * kv_head_stride
-    key_ptr += start.to(tl.int64) * key_stride
-    full = (before + 1) // TILE * TILE
-    end = tl.minimum(before + M, queries)
-    acc, top, total = _attend(
-        acc, top, total, q_nope, q_rope, position, kv_ptr, key_ptr, full * 0, full, kv_stride, key_stride, scale,
-        NOPE, NOPE_PAD, ROPE, ROPE_PAD, V, V_PAD, TILE, False,
-    )  # fmt: skip
-    acc, top, total = _attend(
-        acc, top, total, q_nope, q_rope, position, kv_ptr, key_ptr, full, end, kv_stride, key_stride, scale,
-        NOPE, NOPE_PAD, ROPE, ROPE_PAD, V, V_PAD, TILE, True,
-    )  # fmt: skip
-    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + place[:, None] * V + v_at[None, :], out, mask=real)
+    nth = tl.arange(0, M)
+    wait_previous(PDL)
+    for tile in range(tl.program_id(1), tl.load(plan_ptr + 6), tl.num_programs(1)):
+        entry = plan_ptr + tile * ENTRY
+        first = tl.load(entry)
+        tokens = tl.load(entry + 1)
+        before = tl.load(entry + 5)
+        if tokens > 0:
+            position = before + nth
+            exists = nth < tokens
+            at = (first + nth).to(tl.int64)
+            q_nope = tl.load(
+                q_nope_ptr + (at * nope_stride)[:, None] + head * nope_head_stride + nope[None, :],
+                mask=exists[:, None] & (nope < NOPE)[None, :], other=0.0,
+            )  # fmt: skip
+            q_rope = tl.load(
+                q_rope_ptr + (at * rope_stride)[:, None] + head * rope_head_stride + rope[None, :],
+                mask=exists[:, None] & (rope < ROPE)[None, :], other=0.0,
+            )  # fmt: skip
+            place = at * HEADS + head
+            out = out_ptr + place[:, None] * V + v_at[None, :]
+            real = exists[:, None] & (v_at < V)[None, :]
+            acc = tl.zeros([M, V_PAD], tl.float32)
+            top = tl.full([M], float("-inf"), tl.float32)
+            total = tl.zeros([M], tl.float32)
+            if CONTEXT:
+                top = tl.load(context_lse_ptr + place, mask=exists, other=float("-inf")) * _LOG2E
+                found = top > float("-inf")
+                # Already divided by its denominator, which `top` therefore stands for as a single weight.
+                total = tl.where(found, 1.0, 0.0)
+                acc = tl.load(out, mask=real & found[:, None], other=0.0).to(tl.float32)
+            start = (first - before).to(tl.int64)
+            kv = kv_ptr + start * kv_stride + head * kv_head_stride
+            key = key_ptr + start * key_stride
+            full = (before + 1) // TILE * TILE
+            acc, top, total = _attend(
+                acc, top, total, q_nope, q_rope, position, kv, key, full * 0, full, kv_stride, key_stride, scale,
+                NOPE, NOPE_PAD, ROPE, ROPE_PAD, V, V_PAD, TILE, False,
+            )  # fmt: skip
+            acc, top, total = _attend(
+                acc, top, total, q_nope, q_rope, position, kv, key, full, before + tokens, kv_stride, key_stride, scale,
+                NOPE, NOPE_PAD, ROPE, ROPE_PAD, V, V_PAD, TILE, True,
+            )  # fmt: skip
+            tl.store(out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=real)
 
 
 def latent_prefill(
@@ -133,28 +125,28 @@ def latent_prefill(
     key: Tensor,
     metadata: AttentionMetadata,
     scale: float,
-    context: Tensor | None,
+    out: Tensor,
     context_lse: Tensor | None,
-) -> Tensor:
+) -> None:
     """Reads no tensor on the host. Features of each argument must lie side by side."""
     tokens, heads, nope = q_nope.shape
-    rope, v, decodes = q_rope.shape[-1], kv.shape[-1] - nope, metadata.num_decodes
+    rope, v = q_rope.shape[-1], out.shape[-1]
     if any(t.stride(-1) != 1 for t in (q_nope, q_rope, kv, key)):
         raise ValueError("features of queries, keys and values must lie side by side")
-    out = torch.empty(tokens, heads, v, dtype=q_nope.dtype, device=q_nope.device)
-    if not tokens:
-        return out
-    exact, rows = q_nope.dtype == torch.float32, metadata.seq_lens.shape[0] - decodes
-    many = tokens * heads > QUERIES * num_multiprocessors(q_nope.device)
+    exact = q_nope.element_size() > 2
+    own = tokens - metadata.num_decodes if metadata.decodes is None else tokens
+    many = own * heads > QUERIES * num_multiprocessors(q_nope.device)
     m = FP32_QUERIES if exact else QUERIES if many else FEW_QUERIES
-    _prefill_kernel[(heads, tokens // m + rows)](
-        q_nope, q_rope, kv, key, context.contiguous() if context is not None else out,
-        context_lse.contiguous() if context_lse is not None else out, out, metadata.query_start, decodes, rows,
+    plan = prefill_plan(metadata, tokens, m)
+    # As many tiles as long rows have. A graph may hold hundreds of short rows, each with a tile, and seldom does: a
+    # program takes several of them rather than each of hundreds finding none.
+    programs = min(plan.shape[0], own // m + 2 * num_multiprocessors(q_nope.device) // heads + 1)
+    _prefill_kernel[(heads, programs)](
+        q_nope, q_rope, kv, key, context_lse if context_lse is not None else out, out, plan,
         q_nope.stride(0), q_nope.stride(1), q_rope.stride(0), q_rope.stride(1), kv.stride(0), kv.stride(1),
         key.stride(0), score_scales(scale, None)["scale"],
         HEADS=heads, M=m, NOPE=nope, NOPE_PAD=max(triton.next_power_of_2(nope), 16),
         ROPE=rope, ROPE_PAD=max(triton.next_power_of_2(rope), 16), V=v, V_PAD=max(triton.next_power_of_2(v), 16),
-        TILE=FP32_TILE if exact else TILE, ROWS=_ROWS_AT_ONCE, CONTEXT=context is not None,
+        TILE=FP32_TILE if exact else TILE, CONTEXT=context_lse is not None,
         num_warps=8 if m == QUERIES else 4, num_stages=STAGES, **options(q_nope),
     )  # fmt: skip
-    return out

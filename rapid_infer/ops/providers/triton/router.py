@@ -18,9 +18,13 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @triton.jit
-def _first(x, highest, where, exists, LAST: tl.constexpr):
-    """The lowest of the places `where` that hold `highest`; LAST when none does, as with NaN."""
-    return tl.min(tl.min(tl.where((x == highest) & exists, where, LAST), 1), 0)
+def _rank(x, exists):
+    """int32 in the order of fp32 `x`; the least there is, which no number has, for NaN and what does not exist.
+
+    A warp finds the highest of integers in one instruction, that of other numbers in five, one after another.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(exists & (x == x), bits ^ ((bits >> 31) & 0x7FFFFFFF), -0x80000000)
 
 
 @triton.jit
@@ -36,18 +40,23 @@ def _route_kernel(
     group, member = tl.arange(0, GROUPS_PAD), tl.arange(0, SIZE_PAD)
     expert = group[:, None] * SIZE + member[None, :]
     exists = (group < GROUPS)[:, None] & (member < SIZE)[None, :]
+    slots = tl.load(slots_ptr + expert, mask=exists, other=-1)
+    bias = 0.0
+    if BIAS:
+        bias = tl.load(bias_ptr + expert, mask=exists, other=0.0)
     wait_previous(PDL)
     logits = tl.load(logits_ptr + token * stride + expert, mask=exists, other=float("-inf"))
+    live = 1
+    if LIVE:
+        live = tl.load(live_ptr + token)
     if SIGMOID:
         score = tl.sigmoid(logits)
     else:
         score = tl.exp(logits - tl.max(tl.max(logits, 1), 0))
         score = score / tl.sum(tl.sum(score, 1), 0)
-    choice = score
-    if BIAS:
-        choice += tl.load(bias_ptr + expert, mask=exists, other=0.0)
-    choice = tl.where(exists, choice, float("-inf"))
+    choice = score + bias
     if TOP_GROUPS < GROUPS:
+        choice = tl.where(exists, choice, float("-inf"))
         worth = tl.max(choice, 1)
         if BIAS:
             best = tl.min(tl.where(choice == worth[:, None], member[None, :], SIZE_PAD), 1)
@@ -57,22 +66,26 @@ def _route_kernel(
             at = tl.min(tl.where(worth == tl.max(worth, 0), group, GROUPS_PAD), 0)
             kept = kept | (group == at)
             worth = tl.where(group == at, float("-inf"), worth)
-        choice = tl.where(kept[:, None], choice, float("-inf"))
+        exists = exists & kept[:, None]
     place = tl.arange(0, TOP_K_PAD)
-    picked = tl.full([TOP_K_PAD], EXPERTS, tl.int32)
-    weights = tl.zeros([TOP_K_PAD], tl.float32)
+    slot = tl.full([TOP_K_PAD], -1, tl.int32)
+    weights = tl.zeros([TOP_K_PAD], tl.int32)
+    expert = tl.ravel(expert)
+    rank = tl.ravel(_rank(choice, exists))
+    bits = tl.ravel(score.to(tl.int32, bitcast=True))
+    slots = tl.ravel(slots)
     for i in tl.static_range(TOP_K):
-        at = _first(choice, tl.max(tl.max(choice, 1), 0), expert, exists, EXPERTS)
-        mine = (expert == at) & exists
-        picked = tl.where(place == i, at, picked)
-        weights = tl.where(place == i, tl.sum(tl.sum(tl.where(mine, score, 0.0), 1), 0), weights)
-        choice = tl.where(mine, float("-inf"), choice)
+        best = tl.max(rank, 0)
+        found = (rank == best) & (best > -0x80000000)
+        # The lowest of equals, or none, as with NaN.
+        mine = found & (expert == tl.min(tl.where(found, expert, EXPERTS), 0))
+        slot = tl.where(place == i, tl.max(tl.where(mine, slots, -1), 0), slot)
+        weights = tl.where(place == i, tl.sum(tl.where(mine, bits, 0), 0), weights)
+        rank = tl.where(mine, -0x80000000, rank)
+    weights = weights.to(tl.float32, bitcast=True)
     if RENORMALIZE:
         weights = weights / (tl.sum(weights, 0) + 1e-20)
-    slot = tl.load(slots_ptr + picked, mask=picked < EXPERTS, other=-1)
-    if LIVE:
-        slot = tl.where(tl.load(live_ptr + token) > 0, slot, -1)
-    slot = tl.maximum(slot, -1)
+    slot = tl.where(live > 0, slot, -1)
     to = token * TOP_K + place
     tl.store(weights_ptr + to, tl.where(slot >= 0, weights * scale, 0.0), mask=place < TOP_K)
     tl.store(out_ptr + to, slot, mask=place < TOP_K)
