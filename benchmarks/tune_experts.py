@@ -63,9 +63,8 @@ class Layer:
         return 2 * n * self.top_k * 3 * self.size * self.hidden
 
 
-def candidates(per_tile: int) -> list[tuple[str, Tile]]:
-    """Today's with another `up` or `down`, and with what both have in common changed."""
-    now, few = TILES[per_tile], per_tile <= 32
+def candidates(now: Tile, few: bool) -> list[tuple[str, Tile]]:
+    """`now` with another `up` or `down`, and with what both have in common changed; `few` choices are in a tile."""
     shapes = [
         (n, k) for n in ((16, 32, 64, 128) if few else (64, 128, 256)) for k in ((64, 128, 256) if few else (64,))
     ]
@@ -92,17 +91,24 @@ def compile_one(job: tuple[Layer, int, Tile]) -> tuple[tuple[Layer, int, Tile], 
 
 
 def use(layer: Layer, n: int, tile: Tile) -> None:
-    module.TILES[per_tile(layer, n)] = tile
+    if n == 1:
+        module.ALONE = tile
+    else:
+        TILES[per_tile(layer, n)] = tile
+
+
+def today(layer: Layer, n: int) -> Tile:
+    return module.ALONE if n == 1 else TILES[per_tile(layer, n)]
 
 
 def per_tile(layer: Layer, n: int) -> int:
-    return 16 if n == 1 else choices_per_tile(n * layer.top_k, layer.experts)
+    return choices_per_tile(n * layer.top_k, layer.experts)
 
 
 def measure(name: str, layer: Layer, n: int, tiles: list[tuple[str, Tile]], failed: dict[Any, str]) -> dict[str, Any]:
     inputs = layer.tokens(n)
     copies = [layer.weights() for _ in range(2 if n == 1 else 1)]
-    now = TILES[per_tile(layer, n)]
+    now = today(layer, n)
     touched = len(inputs["slots"].unique()) * 6 * layer.size * layer.hidden
     expected: Tensor | None = None
     rows: list[dict[str, Any]] = []
@@ -144,7 +150,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         sys.exit("needs a GPU")
     cases = [(name, Layer.of(name), n) for name in ns.model or MODELS for n in ns.tokens or (1, 32, 256, 8192)]
-    tried = {(name, n): candidates(per_tile(layer, n)) for name, layer, n in cases}
+    tried = {(name, n): candidates(today(layer, n), per_tile(layer, n) <= 32) for name, layer, n in cases}
     jobs = list(dict.fromkeys((layer, n, tile) for name, layer, n in cases for _, tile in tried[name, n]))
     with multiprocessing.get_context("spawn").Pool(ns.processes) as pool:
         failed = {job: error for job, error in pool.imap_unordered(compile_one, jobs) if error is not None}

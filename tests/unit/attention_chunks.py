@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -62,14 +62,20 @@ def check_latent(
 ) -> None:
     """What a chunk sees of its context, in the cache, and of itself with such a result taken in."""
     metadata, blocks = make_metadata(*lengths, size, device)
-    tokens = sum(lengths[1]) - metadata.num_decodes
+    tokens = sum(lengths[1])
     cache = torch.full((blocks, size, rank + rope), math.nan, dtype=dtype, device=device)
     block, slot = _keys(metadata, lengths[0], size)
     cache[block, slot] = torch.randn(len(block), rank + rope, device=device).to(dtype)
-    q = torch.randn(tokens, heads, rank + rope, device=device).to(dtype)
-    context = {"q": q, "cache": cache, "metadata": metadata, "scale": (rank + rope) ** -0.5, "rank": rank}
-    wanted = OPS["latent_context"].reference(**_widened(context))
-    _check(latent_context(**context), wanted, dtype)
+    context = {
+        "q": torch.randn(tokens, heads, rank + rope, device=device).to(dtype),
+        "cache": cache,
+        "metadata": metadata,
+        "scale": (rank + rope) ** -0.5,
+        "rank": rank,
+        "out": torch.randn(tokens, heads, rank, device=device).to(dtype),
+        "lse": torch.randn(tokens, heads, device=device),
+    }
+    lse = _check_op("latent_context", latent_context, context, ("out", "lse"), dtype)["lse"]
     own = {
         "q_nope": torch.randn(tokens, heads, nope, device=device).to(dtype),
         "q_rope": torch.randn(tokens, heads, rope, device=device).to(dtype),
@@ -77,10 +83,21 @@ def check_latent(
         "key": torch.randn(tokens, rope, device=device).to(dtype),
         "metadata": metadata,
         "scale": (nope + rope) ** -0.5,
-        "context": torch.randn(tokens, heads, v, device=device).to(dtype),
-        "context_lse": wanted[1],
+        "out": torch.randn(tokens, heads, v, device=device).to(dtype),
+        "context_lse": lse,
     }
-    _check((latent_prefill(**own),), (OPS["latent_prefill"].reference(**_widened(own)),), dtype)
+    _check_op("latent_prefill", latent_prefill, own, ("out",), dtype)
+
+
+def _check_op(
+    name: str, fn: Callable[..., None], case: dict[str, Any], written: tuple[str, ...], dtype: torch.dtype
+) -> dict[str, Any]:
+    """The case as the reference leaves it."""
+    wanted = {k: x.clone() if isinstance(x, Tensor) else x for k, x in _widened(case).items()}
+    OPS[name].reference(**wanted)
+    fn(**case)
+    _check(tuple(case[k] for k in written), tuple(wanted[k] for k in written), dtype)
+    return wanted
 
 
 def _keys(metadata: AttentionMetadata, seq_lens: list[int], size: int) -> tuple[Tensor, Tensor]:

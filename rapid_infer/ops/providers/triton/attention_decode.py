@@ -108,10 +108,12 @@ def _decode_kernel(
         q = tl.load(q_at + dim[None, :], mask=real, other=0.0)
         begin, end, first_slice, slices = row_part(first_ptr, row, slice, quota, ROW_COST)
         skipped = first_tile(keys, window, TILE, WINDOW)
-        if PACK > 0:
+        item = 0
+        if PACK > 0:  # noqa: SIM102 (known when compiled; the other is not)
             # Windows and shared blocks exclude each other.
-            skipped = tl.load(shared_ptr + row * 2)
-            item = tl.load(shared_ptr + row * 2 + 1)
+            if shared_quota > 0:
+                skipped = tl.load(shared_ptr + row * 2)
+                item = tl.load(shared_ptr + row * 2 + 1)
         if begin < end:
             acc, top, total = attend(
                 tl.zeros([M, DIM_PAD], tl.float32),

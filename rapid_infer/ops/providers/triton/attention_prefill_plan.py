@@ -76,8 +76,8 @@ def prefill_plan(metadata: AttentionMetadata, tokens: int, per_tile: int) -> Ten
         known = metadata.decodes is None
         decodes = metadata.num_decodes if known else 0
         rows, tokens = metadata.seq_lens.shape[0] - decodes, tokens - decodes
-        # These rows have two tokens at least.
-        tiles = tokens // per_tile + min(rows, tokens // 2)
+        # Rows without a token have no tile.
+        tiles = tokens // per_tile + min(rows, tokens)
         plan = metadata.plans[key] = torch.empty(tiles, ENTRY.value, dtype=torch.int32, device=metadata.seq_lens.device)
         _plan_kernel[(rows,)](
             metadata.rows, metadata.seq_lens, metadata.query_start, metadata.seq_lens if known else metadata.decodes,

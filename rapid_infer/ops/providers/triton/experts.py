@@ -32,8 +32,10 @@ TILES = {
     16: Tile(up=(32, 128), down=(32, 128), warps=4, stages=4),
     32: Tile(up=(64, 64), down=(64, 128), warps=4, stages=4),
     64: Tile(up=(64, 64), down=(128, 64), warps=4, stages=4),
-    128: Tile(up=(128, 64), down=(256, 64), warps=8, stages=3),
+    128: Tile(up=(128, 64), down=(256, 64), warps=8, stages=4),
 }
+ALONE = Tile(up=(64, 128), down=(32, 256), warps=4, stages=4)
+"""A single token's choices, each with a tile of 16 to itself. All as `benchmarks/tune_experts.py` found on an H200."""
 EXACT = Tile(up=(32, 32), down=(32, 32), warps=4, stages=2)
 """fp32 is multiplied without tensor cores, from registers, where more would not fit."""
 
@@ -57,7 +59,7 @@ def fused_experts(
     x = x if x.stride(-1) == 1 else x.contiguous()
     exact, alone, choices = x.dtype == torch.float32, tokens == 1, tokens * top_k
     per_tile = 16 if exact or alone else choices_per_tile(choices, experts)
-    tile = EXACT if exact else TILES[per_tile]
+    tile = EXACT if exact else ALONE if alone else TILES[per_tile]
     if alone:
         tiles, tables = choices, (slots,) * 4
     else:
