@@ -71,7 +71,6 @@ def candidates(quick: bool) -> list[PrefillConfig]:
         PrefillConfig(128, 64, warps=8, stages=3),
         PrefillConfig(128, 64, warps=8, stages=2, tma=True),
         PrefillConfig(128, 64, warps=8, stages=3, tma=True),
-        PrefillConfig(128, 64, warps=8, stages=2, tma=True, pair=True),
         PrefillConfig(64, 64, warps=4, stages=2, tma=True),
         PrefillConfig(64, 64, warps=4, stages=3, tma=True),
     ]
@@ -79,11 +78,8 @@ def candidates(quick: bool) -> list[PrefillConfig]:
         found += [
             PrefillConfig(128, 64, warps=8, stages=4, tma=True),
             PrefillConfig(128, 32, warps=8, stages=3, tma=True),
-            PrefillConfig(128, 32, warps=8, stages=4, tma=True, pair=True),
             PrefillConfig(128, 32, warps=4, stages=3, tma=True),
             PrefillConfig(128, 64, warps=4, stages=2, tma=True),
-            PrefillConfig(64, 64, warps=4, stages=2, tma=True, pair=True),
-            PrefillConfig(64, 64, warps=4, stages=2, tma=True, registers=168),
             PrefillConfig(64, 64, warps=4, stages=3),
         ]
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ pytestmark = [
 CONFIGS = {
     "pointers": PrefillConfig(128, 64, warps=8, stages=3),
     "tma": PrefillConfig(128, 64, warps=8, stages=3, tma=True),
-    "pair": PrefillConfig(128, 64, warps=8, stages=2, tma=True, pair=True),
     "few": PrefillConfig(64, 64, warps=4, stages=2, tma=True),
     "hopper": PrefillConfig(128, 64, warps=4, stages=3, tma=True, hopper=True),
 }
@@ -42,18 +42,20 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"sinks": True},
     {"window": 300, "soft_cap": 20.0, "sinks": True},
 )
+SHAPES = ((8, 2, 128), (2, 2, 64), (6, 1, 128), (16, 8, 128))
+"""heads, kv heads, dim"""
+CASES = [*product(VARIANTS[:1], SHAPES, (64, 128)), *product(VARIANTS[1:], SHAPES[:2], (64,))]
 # Rows of one token first; queries at and around the ends of tiles and pages, alone and after cached keys.
 SEQ_LENS = [7, 300, 5, 63, 64, 65, 127, 128, 129, 700, 1000, 321, 2000]
 QUERY_LENS = [1, 1, 5, 63, 64, 65, 127, 128, 129, 700, 33, 320, 2]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 128), (2, 2, 64), (6, 1, 128), (16, 8, 128)])
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize(("variant", "shape", "size"), CASES, ids=str)
 def test_prefill(
-    name: str, variant: dict[str, Any], heads: int, kv_heads: int, dim: int, size: int, monkeypatch: pytest.MonkeyPatch
+    name: str, variant: dict[str, Any], shape: tuple[int, ...], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    heads, kv_heads, dim = shape
     torch.manual_seed(0)
     monkeypatch.setattr(attention_prefill, "choose", lambda *_: CONFIGS[name])
     metadata, blocks = make_metadata(SEQ_LENS, QUERY_LENS, size, "cuda")

@@ -191,12 +191,9 @@ def test_more_rows_than_are_counted_at_once(small: None, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("pair", [False, True])
 @pytest.mark.parametrize("tma", [False, True])
-def test_ways_to_read_keys(
-    options: dict[str, Any], pair: bool, tma: bool, small: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = attention_prefill_config.PrefillConfig(16, 16, warps=4, stages=2, tma=tma, pair=pair and tma)
+def test_ways_to_read_keys(options: dict[str, Any], tma: bool, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = attention_prefill_config.PrefillConfig(16, 16, warps=4, stages=2, tma=tma)
     monkeypatch.setattr(attention_prefill, "choose", lambda *_: config)
     check(make_case([33, 70, 96], [1, 70, 40], size=32), **options)
 

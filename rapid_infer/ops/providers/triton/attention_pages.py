@@ -48,23 +48,19 @@ def _scores(product, key, first, position, window, scale, cap,
 @triton.jit
 def attend_pages(
     acc, top, total, q, position, k_tiles, v_tiles, column, table_ptr, begin, end, keys, window, scale, cap,
-    DIM: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAIR: tl.constexpr, MASKED: tl.constexpr,
+    DIM: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Take the keys `begin .. end` of a row that has `keys` into (acc `[M, DIM]`, top `[M]`, total `[M]`).
 
     q `[M, DIM]` stands at `position` `[M]`; `begin` is a multiple of TILE, which divides BLOCK_SIZE. `k_tiles` and
-    `v_tiles` are descriptors of the caches as `[blocks, BLOCK_SIZE, kv_heads * DIM]`, in tiles `[1, TILE, DIM]`. PAIR
-    takes two tiles at a time, whose number is even. Without MASKED every q sees all keys.
+    `v_tiles` are descriptors of the caches as `[blocks, BLOCK_SIZE, kv_heads * DIM]`, in tiles `[1, TILE, DIM]`.
+    Without MASKED every q sees all keys.
     """
-    STEP: tl.constexpr = TILE * 2 if PAIR else TILE
     weigh = 1.0 if CAP else scale
     # One step ahead, so that copies need not wait for the table.
     block = _block(table_ptr, begin, keys, BLOCK_SIZE)
-    block_2 = block
-    if PAIR:
-        block_2 = _block(table_ptr, begin + TILE, keys, BLOCK_SIZE)
-    for first in tl.range(begin, end, STEP, num_stages=STAGES):
+    for first in tl.range(begin, end, TILE, num_stages=STAGES):
         # Slots past the last key may hold NaN, which a weight of zero does not hide. So a tile that would reach there
         # starts earlier: at keys before its own, which are masked, or before the block, where copies give zeros.
         early = tl.maximum(first + TILE - keys, 0) if MASKED else 0
@@ -76,30 +72,15 @@ def attend_pages(
         score = _scores(
             matmul(q, tl.trans(k), zeros), key, first, position, window, scale, cap, MASKED, WINDOW, CAP
         )  # fmt: skip
-        peak = tl.max(score, 1)
-        if PAIR:
-            slot_2 = (first + TILE) % BLOCK_SIZE
-            k_2 = _copy(k_tiles, block_2, slot_2, column, TILE, DIM)
-            v_2 = _copy(v_tiles, block_2, slot_2, column, TILE, DIM)
-            score_2 = _scores(
-                matmul(q, tl.trans(k_2), zeros), key, first, position, window, scale, cap, False, WINDOW, CAP
-            )  # fmt: skip
-            peak = tl.maximum(peak, tl.max(score_2, 1))
-            block_2 = _block(table_ptr, first + STEP + TILE, keys, BLOCK_SIZE)
-        block = _block(table_ptr, first + STEP, keys, BLOCK_SIZE)
-        higher = tl.maximum(top, peak * weigh)
+        block = _block(table_ptr, first + TILE, keys, BLOCK_SIZE)
+        higher = tl.maximum(top, tl.max(score, 1) * weigh)
         base = higher
         if MASKED:
             # A q that has seen no key yet: minus infinity less itself would be NaN.
             base = tl.where(higher == float("-inf"), 0.0, higher)
         weight = tl.exp2(score * weigh - base[:, None])
         shrink = tl.exp2(top - base)
-        part = tl.sum(weight, 1)
+        total = total * shrink + tl.sum(weight, 1)
         acc = matmul(weight.to(v.dtype), v, acc * shrink[:, None])
-        if PAIR:
-            weight_2 = tl.exp2(score_2 * weigh - base[:, None])
-            part += tl.sum(weight_2, 1)
-            acc = matmul(weight_2.to(v.dtype), v_2, acc)
-        total = total * shrink + part
         top = higher
     return acc, top, total

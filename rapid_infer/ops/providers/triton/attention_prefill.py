@@ -31,7 +31,7 @@ def _attend_all(
     q, position, k_ptr, v_ptr, k_tiles, v_tiles, head, table, first_position, end, keys,
     block_stride, token_stride, head_stride, window, scale, cap,
     M: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TMA: tl.constexpr, PAIR: tl.constexpr, STAGES: tl.constexpr,
+    TMA: tl.constexpr, STAGES: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """(acc, top, total) of queries whose first stands at `first_position` and last at `end - 1`.
@@ -50,7 +50,7 @@ def _attend_all(
         if TMA:
             acc, top, total = attend_pages(
                 acc, top, total, q, position, k_tiles, v_tiles, head * DIM, table, begin, entered, keys,
-                window, scale, cap, DIM, TILE, BLOCK_SIZE, False, True, True, CAP, STAGES,
+                window, scale, cap, DIM, TILE, BLOCK_SIZE, True, True, CAP, STAGES,
             )  # fmt: skip
         else:
             acc, top, total = attend(
@@ -59,15 +59,13 @@ def _attend_all(
                 DIM, DIM_PAD, TILE, BLOCK_SIZE, True, True, CAP,
             )  # fmt: skip
     if TMA:
-        if PAIR:
-            full = entered + (full - entered) // (2 * TILE) * (2 * TILE)
         acc, top, total = attend_pages(
             acc, top, total, q, position, k_tiles, v_tiles, head * DIM, table, entered, full, keys,
-            window, scale, cap, DIM, TILE, BLOCK_SIZE, PAIR, False, False, CAP, STAGES,
+            window, scale, cap, DIM, TILE, BLOCK_SIZE, False, False, CAP, STAGES,
         )  # fmt: skip
         acc, top, total = attend_pages(
             acc, top, total, q, position, k_tiles, v_tiles, head * DIM, table, full, end, keys,
-            window, scale, cap, DIM, TILE, BLOCK_SIZE, False, True, WINDOW, CAP, STAGES,
+            window, scale, cap, DIM, TILE, BLOCK_SIZE, True, WINDOW, CAP, STAGES,
         )  # fmt: skip
     else:
         acc, top, total = attend(
@@ -89,7 +87,7 @@ def _prefill_kernel(
     q_stride, q_head_stride, table_stride, block_stride, token_stride, head_stride, window, scale, cap,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TMA: tl.constexpr, PAIR: tl.constexpr, STAGES: tl.constexpr,
+    TMA: tl.constexpr, STAGES: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`k_tiles` and `v_tiles` are what `attend_pages` takes, if TMA."""
@@ -118,7 +116,7 @@ def _prefill_kernel(
         acc, top, total = _attend_all(
             q, position, k_ptr, v_ptr, k_tiles, v_tiles, head, table, first_position, first_position + tokens, keys,
             block_stride, token_stride, head_stride, window, scale, cap,
-            M, DIM, DIM_PAD, TILE, BLOCK_SIZE, TMA, PAIR, STAGES, WINDOW, CAP,
+            M, DIM, DIM_PAD, TILE, BLOCK_SIZE, TMA, STAGES, WINDOW, CAP,
         )  # fmt: skip
         out, lse = finish(acc, top, total, sinks_ptr, query_head, exists, SINKS)
         to = at * (tl.num_programs(0) * GROUP) + query_head
@@ -164,14 +162,13 @@ def prefill(
             TensorDescriptor.from_tensor(tma_view(cache, config.keys), [1, config.keys, dim])
             for cache in (k_cache, v_cache)
         )
-    limit = {} if config.registers is None else {"maxnreg": config.registers}
     _prefill_kernel[(kv_heads, plan.shape[0])](
         q, k_cache, v_cache, k_tiles, v_tiles, out, lse if lse is not None else out, sinks if sinks is not None else q,
         metadata.block_table, plan,
         q.stride(0), q.stride(1), metadata.block_table.stride(0), *k_cache.stride()[:3], window or 0,
         TOKENS=per_tile, M=max(triton.next_power_of_2(per_tile * group), 16),
-        TMA=config.tma, PAIR=config.pair, STAGES=config.stages,
+        TMA=config.tma, STAGES=config.stages,
         WINDOW=window is not None, SINKS=sinks is not None, LSE=lse is not None,
-        num_warps=config.warps, num_stages=config.stages, **limit,
+        num_warps=config.warps, num_stages=config.stages,
         **scales, **{**constants, "TILE": config.keys}, **options(q),
     )  # fmt: skip

@@ -29,9 +29,8 @@ PAGE = 64
 class PrefillConfig:
     """`queries` query heads of a program, all its tokens together, and `keys` keys at a time.
 
-    tma: tiles of keys are copied by TMA, else each thread copies its part; only tma has what follows. pair: two tiles
-    at a time, so that the accumulator is scaled half as often. hopper: the kernel for SM 90 alone, which has 128
-    queries and its own number of warps. registers: the most a thread may have, or None.
+    tma: tiles of keys are copied by TMA, else each thread copies its part. hopper: the kernel for SM 90 alone, which
+    takes tma, and has 128 queries and its own number of warps.
     """
 
     queries: int
@@ -39,9 +38,7 @@ class PrefillConfig:
     warps: int
     stages: int
     tma: bool = False
-    pair: bool = False
     hopper: bool = False
-    registers: int | None = None
 
 
 def choose(
