@@ -22,6 +22,8 @@ class CachedModule(LayerModule):
 
     cache_spec: CacheSpec
     cache_group: int = -1
+    asks_for_context = False
+    """Whether a step is less work when it is known that no row with several tokens had any before."""
 
     def bind_cache(self, group: int, cache: Tensor) -> None:
         """`cache`: this layer's slice of `spec.layout`, without the layer dimension."""

@@ -90,6 +90,8 @@ class LatentAttention(CachedModule):
     a query latent, `qkv_a_proj` holds this rank's query heads in its place.
     """
 
+    asks_for_context = True
+
     def __init__(self, ctx: BuildContext, config: LatentAttentionConfig) -> None:
         super().__init__()
         self.config = config
@@ -139,7 +141,7 @@ class LatentAttention(CachedModule):
         self._write(q, kv, batch.positions, self.table, metadata, self.cache, weight, LATENT_EPS, rotated, query)
         # In the graph of a mixed step nothing but the device knows which rows have several tokens, and what they held.
         several = metadata.decodes is not None or metadata.num_decodes < tokens
-        absorbed = metadata.num_decodes if metadata.max_context_len == 0 else tokens
+        absorbed = min(metadata.num_decodes, tokens) if metadata.max_context_len == 0 else tokens
         heads, lse = x.new_empty(tokens, self.num_heads, config.v_head_dim), None
         if absorbed:
             _per_head(q_nope[:absorbed], self.kv_b_proj.key, query[:absorbed, :, :rank])

@@ -2,7 +2,7 @@
 
 Neither needs the host, and nothing in their keys or launches depends on a sequence's length. Decode steps, one token
 for every row, are recorded by number of rows; mixed steps, which hold longer queries too, by number of tokens, each
-number when it is first met.
+number when it is first met. Where that is less work, mixed steps are fresh ones if nothing longer continues a prompt.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rapid_infer.engine.step_plan import SamplingFeatures, StepPlan
+from rapid_infer.layers.attention import CachedModule
 from rapid_infer.layers.batch import ForwardBatch
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.registry import OpResolver
@@ -27,7 +28,7 @@ from rapid_infer.worker.request_table import RequestTable
 from rapid_infer.worker.sampler import SamplingOps
 
 GREEDY = SamplingFeatures()
-DECODE, MIXED = "decode", "mixed"
+DECODE, MIXED, FRESH = "decode", "mixed", "fresh"
 
 
 def row_buckets(limit: int) -> list[int]:
@@ -78,6 +79,7 @@ class GraphRunner:
         self._rows = torch.full((layout.max_rows,), table.dummy, dtype=torch.int64, device=device)
         self._query_start = torch.arange(layout.max_rows + 1, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(layout.max_rows, dtype=torch.int32, device=device)
+        self._asks_for_context = any(m.asks_for_context for m in model.modules() if isinstance(m, CachedModule))
         self._mixed_sampled: _Sampled | None = None
         self._forward: dict[tuple[str, int], tuple[torch.cuda.CUDAGraph, _Sampled]] = {}
         self._finish: dict[Any, tuple[torch.cuda.CUDAGraph, Logprobs | None]] = {}
@@ -87,7 +89,7 @@ class GraphRunner:
     @property
     def recorded(self) -> dict[str, int]:
         kinds = Counter(kind for kind, _ in self._forward)
-        return {DECODE: kinds[DECODE], MIXED: kinds[MIXED], "finish": len(self._finish)}
+        return {DECODE: kinds[DECODE], MIXED: kinds[MIXED] + kinds[FRESH], "finish": len(self._finish)}
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -95,7 +97,7 @@ class GraphRunner:
 
         The largest mixed forward comes before them all, also where it will hardly be used.
         """
-        self._capture_mixed(self.mailbox.layout.max_tokens)
+        self._capture_mixed(MIXED, self.mailbox.layout.max_tokens)
         for size in reversed(self.sizes):
             self._capture_decode(size)
             self._capture_finish(DECODE, size, GREEDY)
@@ -109,12 +111,16 @@ class GraphRunner:
         return plan.prompt_scores is None and plan.num_tokens <= self.mailbox.layout.max_tokens
 
     def shape_of(self, plan: StepPlan) -> tuple[str, int, int]:
-        """(kind, rows or tokens of its forward graph, rows of its finish graph) for a step."""
+        """(kind, rows or tokens of its forward graph, rows of its finish graph) for a step.
+
+        The finish of a fresh step is a mixed one's.
+        """
         # Tokens that the host knows come with a mixed step's letter alone.
         if plan.max_query_len == 1 and len(plan.sampled) == len(plan.rows) and not len(plan.tokens):
             size = self._row_bucket[len(plan.rows)]
             return DECODE, size, size
-        return MIXED, self._token_bucket[plan.num_tokens], self._row_bucket[max(len(plan.sampled), 1)]
+        kind = FRESH if self._asks_for_context and plan.max_context_len == 0 else MIXED
+        return kind, self._token_bucket[plan.num_tokens], self._row_bucket[max(len(plan.sampled), 1)]
 
     def launch(self, plan: StepPlan, *, mail_blocks: bool) -> tuple[int, Logprobs | None]:
         """Start a step; its block updates are sent along, or have been applied. Returns its slot in the mailbox."""
@@ -125,7 +131,7 @@ class GraphRunner:
         """The first part of `launch`."""
         blocks = plan.new_blocks if mail_blocks else ()
         kind, size, _ = self.shape_of(plan)
-        forward = self._forward.get((kind, size)) or self._capture_mixed(size)
+        forward = self._forward.get((kind, size)) or self._capture_mixed(kind, size)
         if kind == DECODE:
             slot = self.mailbox.send_decode(plan.rows, size, blocks)
         else:
@@ -145,6 +151,7 @@ class GraphRunner:
         return finish[1]
 
     def _key(self, kind: str, size: int, features: SamplingFeatures) -> Any:
+        kind = DECODE if kind == DECODE else MIXED
         if features == GREEDY:
             return kind, size, features
         if features.logprobs is not None:
@@ -181,8 +188,8 @@ class GraphRunner:
         ]
         return self.model(ForwardBatch(ids, positions, attention, live=lengths)), lengths
 
-    def run_mixed(self, size: int) -> _Sampled:
-        """What a mixed graph of `size` tokens records; the result lies in the same buffers for all sizes."""
+    def run_mixed(self, kind: str, size: int) -> _Sampled:
+        """What a mixed or fresh graph of `size` tokens records; the result lies in the same buffers for all of them."""
         table, mailbox = self.table, self.mailbox
         inputs = self._mixed_inputs(
             mailbox.mail,
@@ -205,6 +212,7 @@ class GraphRunner:
                 max_seq_len=self.max_model_len,
                 num_decodes=len(inputs.rows),
                 decodes=inputs.decodes,
+                max_context_len=0 if kind == FRESH else None,
             )
             for group, block_table in enumerate(table.block_tables)
         ]
@@ -223,15 +231,15 @@ class GraphRunner:
         graph, (hidden, lengths) = self._recorder.record(what, lambda: self.run_forward(size))
         self._forward[DECODE, size] = graph, _Sampled(hidden, self._rows[:size], lengths)
 
-    def _capture_mixed(self, size: int) -> tuple[torch.cuda.CUDAGraph, _Sampled]:
+    def _capture_mixed(self, kind: str, size: int) -> tuple[torch.cuda.CUDAGraph, _Sampled]:
         def warm_up() -> None:
-            self.run_mixed(size)
+            self.run_mixed(kind, size)
             # The real letter must not take the place of the empty one before that has been read.
             torch.cuda.current_stream().synchronize()
 
         self.mailbox.clear_next()
-        recorded = self._recorder.record(f"forward of {size} tokens", lambda: self.run_mixed(size), warm_up)
-        self._forward[MIXED, size] = recorded
+        recorded = self._recorder.record(f"forward of {size} tokens", lambda: self.run_mixed(kind, size), warm_up)
+        self._forward[kind, size] = recorded
         if self._started:
             torch.cuda.empty_cache()
         return recorded
@@ -241,7 +249,7 @@ class GraphRunner:
     ) -> tuple[torch.cuda.CUDAGraph, Logprobs | None]:
         key = self._key(kind, size, features)
         features, table = key[2], self.table
-        if kind == MIXED:
+        if kind != DECODE:
             assert self._mixed_sampled is not None
             sampled = self._mixed_sampled.first(size)
         else:

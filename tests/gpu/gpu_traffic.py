@@ -11,7 +11,7 @@ import torch
 
 from rapid_infer import LLM, SamplingParams
 from rapid_infer.outputs import RequestOutput, RequestOutputKind
-from rapid_infer.worker.graph_runner import DECODE, GREEDY, MIXED, token_buckets
+from rapid_infer.worker.graph_runner import DECODE, FRESH, GREEDY, MIXED, token_buckets
 
 VOCAB = 199
 
@@ -143,9 +143,10 @@ def record_all(llm: LLM, run: Callable[[], object]) -> None:
         del graphs.launch
     torch.cuda.synchronize()
     with torch.inference_mode():
-        for size in token_buckets(graphs.mailbox.layout.max_tokens):
-            if (MIXED, size) not in graphs._forward:
-                graphs._capture_mixed(size)
+        kinds = (MIXED, FRESH) if graphs._asks_for_context else (MIXED,)
+        for kind, size in itertools.product(kinds, token_buckets(graphs.mailbox.layout.max_tokens)):
+            if (kind, size) not in graphs._forward:
+                graphs._capture_mixed(kind, size)
         for kind, size, features in itertools.product((DECODE, MIXED), graphs.sizes, met):
             if graphs._key(kind, size, features) not in graphs._finish:
                 graphs._capture_finish(kind, size, features)
