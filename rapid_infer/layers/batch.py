@@ -19,6 +19,8 @@ class ForwardBatch:
     attention      per cache group, what attention needs besides q
     inputs_embeds  `[T, hidden]`, instead of looking up `input_ids`
     live           `[T]` integers, 0 for a padding token, whose result nobody reads; None: there is none
+    logits_indices  `[N]` int64: the tokens whose hidden states are asked for; None: all
+    narrows        whether this is what the last layer gets, and it may leave the other tokens out
     """
 
     input_ids: Tensor
@@ -26,3 +28,24 @@ class ForwardBatch:
     attention: Sequence[AttentionMetadata]
     inputs_embeds: Tensor | None = None
     live: Tensor | None = None
+    logits_indices: Tensor | None = None
+    narrows: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return self.positions.shape[-1]
+
+    def narrow(self, x: Tensor) -> Tensor:
+        """x `[T, ...]`, in the last layer only those of its rows that are asked for.
+
+        For what attention gives and for the residual stream: past attention tokens do not see each other.
+        """
+        if not self.narrows or self.logits_indices is None:
+            return x
+        return x.index_select(0, self.logits_indices)
+
+    def sampled(self, hidden: Tensor) -> Tensor:
+        """The states `[N, hidden]` asked for, of what a model returns: states of all tokens or of these."""
+        if self.logits_indices is None or len(hidden) != self.num_tokens:
+            return hidden
+        return hidden.index_select(0, self.logits_indices)

@@ -179,7 +179,10 @@ class MoE(LayerModule):
         )
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        weights, slots = self.gate(x, batch.live)
+        live = batch.live
+        if live is not None and len(live) != len(x):
+            live = batch.narrow(live)
+        weights, slots = self.gate(x, live)
         shared = None if self.shared_experts is None else self.shared_experts(x)
         gate_up, down = self.experts.gate_up_proj.weight, self.experts.down_proj.weight
         return self.parallel.all_reduce(self._run(x, gate_up, down, weights, slots, shared))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -24,9 +25,15 @@ class LayerStack(nn.Module):
         return len(self._modules)
 
     def forward(self, hidden: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        """hidden `[tokens, hidden]` -> (hidden, residual) after the last layer; their sum is the residual stream."""
+        """hidden `[tokens, hidden]` -> (hidden, residual) after the last layer; their sum is the residual stream.
+
+        Of all tokens or, where the last layer leaves the others out, of those of `batch.logits_indices` alone.
+        """
         residual: Tensor | None = None
-        for layer in self._modules.values():
-            assert layer is not None
+        *layers, last = self
+        for layer in layers:
             hidden, residual = layer(hidden, residual, batch)
-        return hidden, residual
+        wanted = batch.logits_indices
+        if wanted is not None and len(wanted) < batch.num_tokens:
+            batch = replace(batch, narrows=True)
+        return last(hidden, residual, batch)

@@ -108,9 +108,13 @@ class EagerStep:
         batch = ForwardBatch(input_ids, positions, self._attention(plan, rows, start, seq_lens, token_rows, positions))
         if len(plan.sampled) == len(plan.rows):
             last = None if plan.num_tokens == len(plan.rows) else start[1:] - 1
-            return StepInputs(batch, rows, seq_lens, rows, seq_lens, last)
-        picked = sampled.long()
-        return StepInputs(batch, rows, seq_lens, rows[picked], seq_lens[picked], start[picked + 1] - 1)
+            inputs = StepInputs(batch, rows, seq_lens, rows, seq_lens, last)
+        else:
+            picked = sampled.long()
+            inputs = StepInputs(batch, rows, seq_lens, rows[picked], seq_lens[picked], start[picked + 1] - 1)
+        if len(plan.sampled) and plan.prompt_scores is None:
+            batch.logits_indices = inputs.last
+        return inputs
 
     def _attention(
         self, plan: StepPlan, rows: Tensor, start: Tensor, seq_lens: Tensor, token_rows: Tensor, positions: Tensor
@@ -137,6 +141,8 @@ class EagerStep:
     def forward(self, inputs: StepInputs) -> Hidden:
         """The first part of a step."""
         hidden = self.model(inputs.batch)
+        if inputs.batch.logits_indices is not None:
+            return Hidden(inputs.batch.sampled(hidden), None)
         scored = None if inputs.scored is None else hidden[inputs.scored]
         return Hidden(hidden if inputs.last is None else hidden[inputs.last], scored)
 

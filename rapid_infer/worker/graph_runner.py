@@ -216,12 +216,15 @@ class GraphRunner:
             )
             for group, block_table in enumerate(table.block_tables)
         ]
-        hidden = self.model(ForwardBatch(inputs.input_ids, inputs.positions, attention, live=inputs.live))
+        batch = ForwardBatch(
+            inputs.input_ids, inputs.positions, attention, live=inputs.live, logits_indices=inputs.last
+        )
+        hidden = batch.sampled(self.model(batch))
         if self._mixed_sampled is None:
             buffer = torch.empty(len(inputs.rows), hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
             self._mixed_sampled = _Sampled(buffer, self._rows.clone(), self._lengths)
         sampled = self._mixed_sampled
-        torch.index_select(hidden, 0, inputs.last, out=sampled.hidden)
+        sampled.hidden.copy_(hidden)
         sampled.rows.copy_(inputs.sampled_rows)
         sampled.lengths.copy_(inputs.sampled_lens)
         return sampled

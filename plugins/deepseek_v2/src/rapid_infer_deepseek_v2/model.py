@@ -42,7 +42,7 @@ class DeepseekLayer(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
         x = self.self_attn(x, batch)
-        x, residual = self.post_attention_layernorm.add(x, residual)
+        x, residual = self.post_attention_layernorm.add(x, batch.narrow(residual))
         return self.mlp(x, batch), residual
 
 

@@ -56,7 +56,7 @@ class LlamaAttention(nn.Module):
         )
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        return self.o_proj(self.attn(self.qkv_proj(x), batch))
+        return self.o_proj(batch.narrow(self.attn(self.qkv_proj(x), batch)))
 
 
 class LlamaLayer(nn.Module):
@@ -71,7 +71,7 @@ class LlamaLayer(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
         x = self.self_attn(x, batch)
-        x, residual = self.post_attention_layernorm.add(x, residual)
+        x, residual = self.post_attention_layernorm.add(x, batch.narrow(residual))
         return self.mlp(x), residual
 
 
