@@ -60,6 +60,13 @@ def apply(scheduler: Scheduler, launch: Launch, result: StepResult, outputs: Ste
     _take_logprobs(launch, result, outputs)
     for request in launch.admitted:
         outputs.num_cached_tokens[request.request_id] = request.num_cached_tokens or 0
+    if (steady := scheduler.steady_batch(launch)) is not None:
+        taken = steady.take(result)
+        if taken is not None:
+            outputs.request_ids += launch.sampled_ids
+            outputs.token_ids += taken
+            return
+        scheduler.end_steady()
     rows, owners = launch.sampled_rows, scheduler.rows
     requests, ids, tokens = launch.sampled_requests, launch.sampled_ids, result.token_ids
     live = owners.epoch[rows] == launch.epochs

@@ -31,7 +31,6 @@ class Rows:
     flags      what sampling must do for the row, a bit per name in `_FLAGS`
     logprobs, prompt_logprobs   how many alternatives to report; -1: none at all
     gated      its next token's mask is made when the host has seen the last one
-    version    counts rows taken and given back
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -51,7 +50,6 @@ class Rows:
         self.gated = np.zeros(n, bool)
         self.stop = np.full((n, 1), -1, np.int64)
         self.requests: list[Request | None] = [None] * n
-        self.version = 0
         self._free = list(range(n))
 
     @property
@@ -61,7 +59,6 @@ class Rows:
     def take(self, request: Request, computed: int, capacity: int, published: int) -> int:
         """Give `request` the lowest free row."""
         row = heapq.heappop(self._free)
-        self.version += 1
         total = request.num_tokens
         self.known[row] = self.collected[row] = self.initial[row] = total
         self.computed[row] = computed
@@ -103,7 +100,6 @@ class Rows:
         request = self.owner(row)
         self.requests[row] = None
         self.epoch[row] += 1
-        self.version += 1
         request.row = -1
         heapq.heappush(self._free, row)
 

@@ -22,6 +22,7 @@ from rapid_infer.engine.plan_builder import PlanBuilder
 from rapid_infer.engine.request import Request, RequestStatus
 from rapid_infer.engine.rows import NOT_SHARED, Rows
 from rapid_infer.engine.steady import SteadyBatch
+from rapid_infer.engine.step_plan import I32
 from rapid_infer.outputs import FinishReason
 
 Ints = NDArray[np.int64]
@@ -61,12 +62,12 @@ class Scheduler:
     def schedule(self) -> Launch | None:
         """Plan the next step; None when no row can take a token now."""
         if self._steady is not None and not (self.waiting and self.rows.num_free):
-            launch = self._steady.next(self.last_step + 1, self._publish)
+            launch = self._steady.next(self.last_step + 1, self.publish)
             if launch is not None:
                 self.last_step += 1
                 self.stats.steps += 1
                 return launch
-        self._steady = None
+        self.end_steady()
         builder = PlanBuilder(len(self.cache.pools))
         order, grant = self._share_budget()
         order, grant, preempted = self._make_room(order, grant, builder)
@@ -77,6 +78,16 @@ class Scheduler:
         if not grant.all():
             order, grant = order[grant > 0], grant[grant > 0]
         return self._launch(order, grant, builder) if len(order) else None
+
+    def steady_batch(self, launch: Launch) -> SteadyBatch | None:
+        """The batch that planned `launch`, if it goes on."""
+        return self._steady if self._steady is not None and self._steady.planned(launch) else None
+
+    def end_steady(self) -> None:
+        """Bring rows and requests up to date; the next step is planned from them."""
+        if self._steady is not None:
+            self._steady.settle()
+            self._steady = None
 
     def _share_budget(self) -> tuple[Ints, Ints]:
         rows, order = self.rows, self._order
@@ -159,10 +170,10 @@ class Scheduler:
         builder.add_row(row, hits * size, request)
         builder.add_blocks(row, 0, blocks)
         # Published at once, so that a request admitted in this same step already shares the blocks this one will fill.
-        self._publish(row, hits * size + grant)
+        self.publish(row, hits * size + grant)
         return grant
 
-    def _hashes(self, request: Request, total: int) -> list[bytes]:
+    def _hashes(self, request: Request, total: int, last_block: I32 | None = None) -> list[bytes]:
         if request.share_key is None:
             return []
         size, chain = self.cache.block_size, request.block_hashes
@@ -170,7 +181,8 @@ class Scheduler:
             if not chain:
                 chain += self._hashed_before(request)
             parent = chain[-1] if chain else prefix.root(size, request.share_key)
-            prefix.extend(chain, parent, request.tokens(len(chain) * size, total), size)
+            tokens = request.tokens(len(chain) * size, total) if last_block is None else last_block
+            prefix.extend(chain, parent, tokens, size)
         return chain
 
     def _hashed_before(self, request: Request) -> list[bytes]:
@@ -183,13 +195,18 @@ class Scheduler:
         same = int(differ.argmax()) if differ.any() else n
         return last.block_hashes[: same // self.cache.block_size]
 
-    def _publish(self, row: int, computed: int) -> None:
+    def publish(self, row: int, computed: int, last_block: I32 | None = None) -> None:
+        """Name the row's blocks that are full of `computed` tokens which the host has seen.
+
+        `last_block`: the tokens of the last of these, where all before it have their hashes and the request has not
+        got these tokens yet.
+        """
         rows = self.rows
         request = rows.owner(row)
         start = int(rows.published[row])
         stop = min(computed, int(rows.collected[row])) // self.cache.block_size
         if stop > start:
-            hashes = self._hashes(request, stop * self.cache.block_size)
+            hashes = self._hashes(request, stop * self.cache.block_size, last_block)
             self.cache.publish(request.blocks, start, hashes[start:stop])
             rows.published[row] = stop
 
@@ -209,10 +226,10 @@ class Scheduler:
         rows.known[sampled_rows] += 1
         full = np.minimum(stop, rows.collected[order]) // self.cache.block_size
         for i in np.flatnonzero(full > rows.published[order]):
-            self._publish(int(order[i]), int(stop[i]))
+            self.publish(int(order[i]), int(stop[i]))
         plan = builder.build(self.last_step, rows, order, start, grant, np.flatnonzero(samples))
         if SteadyBatch.fits(plan, rows, self._order):
-            self._steady = SteadyBatch(rows, self.cache, order)
+            self._steady = SteadyBatch(rows, self.cache, order, self.last_step)
         requests = [rows.owner(row) for row in order.tolist()]
         sampled = requests if samples.all() else [requests[i] for i in plan.sampled.tolist()]
         return Launch(
@@ -246,12 +263,13 @@ class Scheduler:
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """End a request that has not ended. Its blocks stay reusable unless it ended in an error."""
         assert request.status is not RequestStatus.FINISHED, f"{request.request_id} ended twice"
+        self.end_steady()
         if reason is FinishReason.ERROR:
             self.cache.unpublish(request.blocks)
         if request.status is RequestStatus.RUNNING:
             if reason is not FinishReason.ERROR:
                 # With two steps in flight the last full block became known only now.
-                self._publish(request.row, int(self.rows.computed[request.row]))
+                self.publish(request.row, int(self.rows.computed[request.row]))
             self._order = self._order[self._order != request.row]
             self._leave(request)
         else:

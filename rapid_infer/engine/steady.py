@@ -1,6 +1,6 @@
 """Planning while the same rows decode: what stays the same from step to step is computed once.
 
-`Scheduler.schedule` gives the same plans without it, only slower; a test holds the two together.
+`Scheduler.schedule` and `results.apply` do the same without it, only slower; a test holds the two together.
 """
 
 from __future__ import annotations
@@ -13,22 +13,43 @@ from numpy.typing import NDArray
 from rapid_infer.cache.manager import CacheManager
 from rapid_infer.engine.launch import Launch
 from rapid_infer.engine.rows import NOT_SHARED, Rows
-from rapid_infer.engine.step_plan import NewBlocks, StepPlan
+from rapid_infer.engine.step_plan import I32, NewBlocks, StepPlan, StepResult
 
 Ints = NDArray[np.int64]
 _NONE = np.zeros(0, np.int32)
+_LOGGED = 1024
+"""Steps whose tokens are kept in one array before the requests get them."""
+Publish = Callable[[int, int, I32 | None], None]
+"""See `Scheduler.publish`."""
+
+
+class _Turns:
+    """Whose turn it is, where place i of `places` comes at `first[i]` and then every `period` steps."""
+
+    def __init__(self, places: Ints, first: Ints, period: int) -> None:
+        phase = first % period
+        by_phase = np.argsort(phase, kind="stable")
+        ends = np.searchsorted(phase[by_phase], np.arange(1, period))
+        self._turns = [(places[turn], first[turn]) for turn in np.split(by_phase, ends)]
+        self._all_from = int(first.max(initial=0))
+
+    def at(self, step: int) -> Ints:
+        """Ascending."""
+        places, first = self._turns[step % len(self._turns)]
+        return places if step >= self._all_from or not len(places) else places[first <= step]
 
 
 class SteadyBatch:
-    """Rows that have all just run one token and sampled one. Valid until a row is taken or given back.
+    """Rows that have all just run one token and sampled one. Lives until the scheduler plans a step without it.
 
-    Arrays stand in batch order: `computed` tokens of each row, the `capacity` of its blocks, and the length at which
-    its next block is `full`. `steps_left`: until some row has sampled its last token.
+    Counts in `Rows`, and the requests' tokens, stand still meanwhile: `settle` brings them up to date. Arrays stand in
+    batch order, and hold what was so when the batch began; since then `_planned` steps have been planned, and the
+    results of `_taken` of them are here. A row's known tokens are its computed ones and the one just sampled.
     """
 
-    def __init__(self, rows: Rows, cache: CacheManager, order: Ints) -> None:
-        self._rows, self._cache, self._order = rows, cache, order
-        self._version = rows.version
+    def __init__(self, rows: Rows, cache: CacheManager, order: Ints, step: int) -> None:
+        self._rows, self._cache, self._order, self._since = rows, cache, order, step
+        self._planned = self._taken = self._named = 0
         self._batch_rows = order.astype(np.int32)
         self._ones = np.ones(len(order), np.int32)
         self._all = np.arange(len(order), dtype=np.int32)
@@ -37,12 +58,22 @@ class SteadyBatch:
         self._ids = [request.request_id for request in self._requests]
         self._epochs = rows.epoch[order]
         self._computed = rows.computed[order]
-        self._capacity = rows.capacity[order]
-        blocks = np.minimum(rows.published[order] + 1, NOT_SHARED // cache.block_size)
-        self._full = blocks * cache.block_size
+        self._known = rows.known[order]
         self._longest = int(self._computed.max())
-        self._steps_left = int((rows.limit[order] - 1 - self._computed).min())
+        self._last_step = int((rows.limit[order] - self._known).min())
+        stop = rows.stop[order]
+        self._stop = stop if (stop >= 0).any() else None
+        everyone = np.arange(len(order))
+        self._needs_block = _Turns(everyone, rows.capacity[order] - self._computed + 1, cache.block_size)
+        shared = np.flatnonzero(rows.published[order] < NOT_SHARED)
+        until_full = (rows.published[order[shared]] + 1) * cache.block_size - self._known[shared]
+        self._fills_block = _Turns(shared, until_full, cache.block_size)
+        # Full as soon as results that were on their way when the batch began are here.
+        self._behind = shared[until_full <= 0].tolist()
         self._no_blocks = tuple(NewBlocks(_NONE, _NONE, _NONE) for _ in cache.pools)
+        self._log = np.empty((_LOGGED, len(order)), np.int32)
+        self._logged = 0
+        self._handed_over = [0] * len(order)
 
     @staticmethod
     def fits(plan: StepPlan, rows: Rows, order: Ints) -> bool:
@@ -50,28 +81,20 @@ class SteadyBatch:
         one_each = plan.max_query_len == 1 and len(plan.sampled) == len(plan.rows) == len(order)
         return one_each and not rows.gated[order].any()
 
-    def next(self, step: int, publish: Callable[[int, int], None]) -> Launch | None:
-        """The next step, or None, with nothing changed, when it is not like the last: the scheduler must plan it.
+    def planned(self, launch: Launch) -> bool:
+        return launch.plan.step > self._since
 
-        `publish(row, computed)` names the row's full blocks.
-        """
-        rows, order, size = self._rows, self._order, self._cache.block_size
-        if self._version != rows.version or self._steps_left <= 0:
+    def next(self, step: int, publish: Publish) -> Launch | None:
+        """The next step, or None, with nothing changed, when it is not like the last: the scheduler must plan it."""
+        # A row's last token is sampled, and never computed.
+        if self._planned >= self._last_step:
             return None
-        computed = self._computed + 1
-        short = np.flatnonzero(computed > self._capacity)
+        short = self._needs_block.at(self._planned + 1)
         if len(short) > self._cache.num_free:
             return None
         new_blocks = self._extend(short) if len(short) else self._no_blocks
-        self._computed = computed
-        self._longest += 1
-        self._steps_left -= 1
-        rows.computed[order] = computed
-        rows.known[order] += 1
-        for i in np.flatnonzero(np.minimum(computed, rows.collected[order]) >= self._full).tolist():
-            row = int(order[i])
-            publish(row, int(computed[i]))
-            self._full[i] = (int(rows.published[row]) + 1) * size
+        self._planned += 1
+        self._publish(publish)
         plan = StepPlan(
             step=step,
             rows=self._batch_rows,
@@ -82,16 +105,44 @@ class SteadyBatch:
             new_blocks=new_blocks,
             features=self._features,
             max_query_len=1,
-            max_seq_len=self._longest,
-            num_tokens=len(order),
+            max_seq_len=self._longest + self._planned,
+            num_tokens=len(self._order),
             max_context_len=0,
         )
-        return Launch(plan, self._requests, self._requests, self._ids, order, self._epochs)
+        return Launch(plan, self._requests, self._requests, self._ids, self._order, self._epochs)
+
+    def take(self, result: StepResult) -> list[int] | None:
+        """The tokens of a planned step's result; None, with nothing changed, when some row ends with it."""
+        tokens = result.token_ids
+        stopped = self._stop is not None and (self._stop == tokens[:, None]).any()
+        if stopped or self._taken + 1 >= self._last_step or result.failed.any():
+            return None
+        self._log[self._logged] = tokens
+        self._logged += 1
+        self._taken += 1
+        if self._logged == _LOGGED:
+            self._hand_over()
+        return tokens.tolist()
+
+    def settle(self) -> None:
+        """Bring rows and requests up to date."""
+        rows, order = self._rows, self._order
+        rows.computed[order] = self._computed + self._planned
+        rows.known[order] = self._known + self._planned
+        if self._taken:
+            rows.collected[order] = self._known + self._taken
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        for i, tokens in enumerate(self._log[: self._logged].T.tolist()):
+            self._requests[i].output_token_ids += tokens[self._handed_over[i] :]
+        self._handed_over = [0] * len(self._requests)
+        self._logged = 0
 
     def _extend(self, short: Ints) -> tuple[NewBlocks, ...]:
         """One block of every group for each of these rows."""
-        size, batch_rows = self._cache.block_size, self._batch_rows[short]
-        columns = (self._capacity[short] // size).astype(np.int32)
+        batch_rows = self._batch_rows[short]
+        columns = ((self._computed[short] + self._planned) // self._cache.block_size).astype(np.int32)
         owners = [self._requests[i] for i in short.tolist()]
         added = []
         for group, pool in enumerate(self._cache.pools):
@@ -99,6 +150,33 @@ class SteadyBatch:
             for request, block in zip(owners, blocks):
                 request.blocks[group].append(block)
             added.append(NewBlocks(batch_rows, columns, np.array(blocks, np.int32)))
-        self._capacity[short] += size
-        self._rows.capacity[self._order[short]] = self._capacity[short]
+        self._rows.capacity[self._order[short]] += self._cache.block_size
         return tuple(added)
+
+    def _publish(self, publish: Publish) -> None:
+        full: list[int] = []
+        if self._behind:
+            rows, size = self._rows, self._cache.block_size
+            full = [
+                i
+                for i in self._behind
+                if self._taken or rows.collected[self._order[i]] >= (rows.published[self._order[i]] + 1) * size
+            ]
+            self._behind = [i for i in self._behind if i not in full]
+        while self._named < self._taken:
+            self._named += 1
+            full += self._fills_block.at(self._named).tolist()
+        size = self._cache.block_size
+        for i in sorted(full):
+            row, request = int(self._order[i]), self._requests[i]
+            collected = int(self._known[i]) + self._taken
+            if self._taken:
+                self._rows.collected[row] = collected
+            stop = self._logged - collected % size
+            if stop >= size and len(request.block_hashes) == collected // size - 1:
+                block = self._log[stop - size : stop, i]
+            else:
+                block = None
+                request.output_token_ids += self._log[self._handed_over[i] : self._logged, i].tolist()
+                self._handed_over[i] = self._logged
+            publish(row, int(self._computed[i]) + self._planned, block)

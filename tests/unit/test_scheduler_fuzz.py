@@ -9,6 +9,7 @@ import pytest
 from fake_executor import SPEC, VOCAB, Failures, undisturbed
 from harness import Harness
 
+from rapid_infer.cache import prefix
 from rapid_infer.cache.spec import CacheGroup, FullKV, LatentKV
 from rapid_infer.engine.step_plan import StepPlan
 from rapid_infer.outputs import FinishReason
@@ -113,6 +114,12 @@ def check_tokens(engine: Harness, seed: int) -> None:
             assert got == expected, f"seed {seed}: request {name}"
         else:
             assert got == expected[: len(got)], f"seed {seed}: request {name}"
+        if request.share_key is not None:
+            size = engine.cache.block_size
+            chain: list[bytes] = []
+            tokens = [*request.prompt_token_ids.tolist(), *got]
+            prefix.extend(chain, prefix.root(size, request.share_key), tokens, size)
+            assert request.block_hashes == chain[: len(request.block_hashes)], f"seed {seed}: request {name}"
 
 
 @pytest.mark.parametrize("start", range(0, 1000, 200))
