@@ -181,6 +181,7 @@ class EngineArgs:
                 f"max_model_len={max_model_len} is more than the model's max_position_embeddings="
                 f"{checkpoint.max_position_embeddings}; use at most that"
             )
+        rows = self.max_num_seqs or (256 if on_gpu else 64)
         batched = self.max_num_batched_tokens or (8192 if on_gpu else 512)
         if not self.enable_chunked_prefill:
             if self.max_num_batched_tokens is not None and batched < max_model_len:
@@ -188,8 +189,9 @@ class EngineArgs:
                     f"max_num_batched_tokens={batched} is less than max_model_len={max_model_len}, which without "
                     "chunked prefill leaves prompts that can never run; raise it or leave enable_chunked_prefill on"
                 )
-            batched = max(batched, max_model_len)
-        rows = self.max_num_seqs or (256 if on_gpu else 64)
+            if self.max_num_batched_tokens is None:
+                # The longest prompt has room beside rows that decode, or it would wait until they have all ended.
+                batched = max(batched, max_model_len + rows)
         if rows > batched:
             # A row without a share of the budget would wait until an earlier one ends.
             notes.append(f"max_num_seqs lowered from {rows} to max_num_batched_tokens={batched}")

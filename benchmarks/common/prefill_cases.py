@@ -80,6 +80,8 @@ def candidates(quick: bool) -> list[PrefillConfig]:
             PrefillConfig(128, 32, warps=8, stages=3, tma=True),
             PrefillConfig(128, 32, warps=4, stages=3, tma=True),
             PrefillConfig(128, 64, warps=4, stages=2, tma=True),
+            PrefillConfig(64, 32, warps=4, stages=2, tma=True),
+            PrefillConfig(64, 32, warps=4, stages=3, tma=True),
             PrefillConfig(64, 64, warps=4, stages=3),
         ]
     return found

@@ -6,6 +6,7 @@ from harness import GREEDY, Harness
 
 from rapid_infer.cache import prefix
 from rapid_infer.cache.spec import CacheGroup, LatentKV
+from rapid_infer.config import CheckpointFacts, DeviceFacts, EngineArgs
 from rapid_infer.params import SamplingParams
 
 
@@ -306,3 +307,10 @@ def test_reset_prefix_cache_makes_the_next_request_compute_everything() -> None:
     engine.add("b", prompt(20), 3)
     engine.run()
     assert engine.ends["b"].num_cached_tokens == 0
+
+
+def test_without_chunked_prefill_the_longest_prompt_has_room_beside_rows_that_decode() -> None:
+    args = EngineArgs(enable_chunked_prefill=False, max_model_len=4096, max_num_seqs=16)
+    scheduler = args.resolve(CheckpointFacts(8192, "float32"), DeviceFacts("cpu", True, 1 << 40)).scheduler
+    assert scheduler.max_num_batched_tokens == 4096 + 16
+    assert scheduler.max_num_seqs == 16
