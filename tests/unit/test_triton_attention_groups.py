@@ -40,8 +40,18 @@ def expected_tiles(metadata: AttentionMetadata, per_block: int) -> list[int]:
     table, lengths = metadata.block_table[metadata.rows].tolist(), metadata.seq_lens.tolist()
     assert metadata.decodes is not None
     equal = [0] * len(table)
-    for i in range(1, int(metadata.decodes)):
+
+    def leading(i: int) -> tuple[int, int]:
+        whole = i < decodes and (lengths[i] - 1) // SIZE >= MIN_BLOCKS
+        return (table[i][MIN_BLOCKS - 1] if whole else 0) or (1 << 30) + i, i
+
+    decodes = int(metadata.decodes)
+    order = sorted(range(len(table)), key=leading)
+    table, lengths = [table[i] for i in order], [lengths[i] for i in order]
+    for i in range(1, len(table)):
         limit = max(min(lengths[i - 1 : i + 1]) - 1, 0) // SIZE
+        if max(order[i - 1 : i + 1]) >= decodes:
+            continue
         same = [a == b != 0 for a, b in zip(table[i - 1][:limit], table[i])]
         n = [*same, False].index(False)
         equal[i] = n if n >= MIN_BLOCKS else 0
@@ -53,7 +63,8 @@ def expected_tiles(metadata: AttentionMetadata, per_block: int) -> list[int]:
         if end - first > 1:
             tiles[first:end] = [min(equal[first + 1 : end]) * per_block] * (end - first)
             saved += sum(tiles[first + 1 : end])
-    return tiles if saved >= MIN_SAVED else [0] * len(equal)
+    by_row = dict(zip(order, tiles))
+    return [by_row[i] if saved >= MIN_SAVED else 0 for i in range(len(equal))]
 
 
 def check_items(plan: SharedPlan, tiles: list[int]) -> None:
@@ -61,23 +72,25 @@ def check_items(plan: SharedPlan, tiles: list[int]) -> None:
     quota, slice_item, first = int(plan.quota), plan.slice_item.tolist(), plan.item_first.tolist()
     places: list[int] = []
     found: dict[int, list[tuple[int, int, int]]] = {}
+    order = plan.order.tolist()
+    assert sorted(order) == list(range(len(tiles)))
     for slice in range(plan.slices):
         for item in range(slice_item[slice], slice_item[slice + 1] + 1):
             start = first[item] + attention_groups.ITEM_COST
             begin, end = max(start, slice * quota) - start, min(first[item + 1], (slice + 1) * quota) - start
             if begin < end:
-                row, count, _, _ = plan.items[item].tolist()
+                first_place, count, _, _ = plan.items[item].tolist()
                 assert count <= plan.pack
-                for at in range(row, row + count):
+                for at in range(first_place, first_place + count):
                     places.append(len(tiles) + at + slice * plan.pack)
-                    found.setdefault(at, []).append((slice, begin, end))
+                    found.setdefault(order[at], []).append((slice, begin, end))
     assert len(set(places)) == len(places)
     assert max(places) < len(plan.partial)
     assert sorted(found) == [row for row, n in enumerate(tiles) if n]
     for row, parts in found.items():
         _, item = plan.rows[row].tolist()
-        first_row, count, first_slice, slices = plan.items[item].tolist()
-        assert first_row <= row < first_row + count
+        first_place, count, first_slice, slices = plan.items[item].tolist()
+        assert row in order[first_place : first_place + count]
         assert not plan.arrived[item].any()
         assert [slice for slice, _, _ in parts] == list(range(first_slice, first_slice + slices))
         assert (parts[0][1], parts[-1][2]) == (0, tiles[row])

@@ -283,3 +283,18 @@ def test_random_groups() -> None:
             groups.append((row, min(row + size, 30), random.randint(0, 9)))
             row += size
         check(make_case([random.randint(150, 220) for _ in range(30)], groups, heads=4, kv_heads=1), sinks=True)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_groups_whose_rows_do_not_stand_side_by_side(seed: int) -> None:
+    """Two groups of ten and seven rows among four rows in none, in any order."""
+    random.seed(seed)
+    member = [0] * 10 + [1] * 7 + [-1] * 4
+    random.shuffle(member)
+    case = make_case([110 + 5 * i for i in range(21)], [])
+    table, blocks = case["metadata"].block_table, {0: 6, 1: 5}
+    for group, n in blocks.items():
+        rows = [row for row, of in enumerate(member) if of == group]
+        table[rows, :n] = table[rows[0], :n].clone()
+    check(case, sinks=True)
+    assert shared(case) == [blocks.get(group, 0) for group in member]

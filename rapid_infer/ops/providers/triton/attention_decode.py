@@ -70,7 +70,7 @@ def _row_done(
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, table_ptr, rows_ptr, seq_lens_ptr,
     first_ptr, slice_row_ptr, quota_ptr, arrived_ptr, partial_ptr, stats_ptr,
-    shared_ptr, item_first_ptr, items_ptr, slice_item_ptr, shared_quota_ptr, item_arrived_ptr,
+    shared_ptr, item_first_ptr, order_ptr, items_ptr, slice_item_ptr, shared_quota_ptr, item_arrived_ptr,
     shared_partial_ptr, shared_stats_ptr,
     q_stride, q_head_stride, table_stride, block_stride, token_stride, head_stride, window, scale, cap, rows,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
@@ -96,7 +96,8 @@ def _decode_kernel(
         if shared_quota > 0:
             attend_shared(
                 slice, head, shared_quota, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, table_ptr, rows_ptr,
-                item_first_ptr, items_ptr, slice_item_ptr, item_arrived_ptr, shared_partial_ptr, shared_stats_ptr,
+                item_first_ptr, order_ptr, items_ptr, slice_item_ptr, item_arrived_ptr,
+                shared_partial_ptr, shared_stats_ptr,
                 q_stride, q_head_stride, table_stride, block_stride, token_stride, scale, cap, rows,
                 KV_HEADS, GROUP, PACK, QUERIES, DIM, DIM_PAD, TILE, BLOCK_SIZE, ITEM_COST, CAP, SINKS, LSE,
             )  # fmt: skip
@@ -148,7 +149,7 @@ def _decode_kernel(
             if PACK > 0:  # noqa: SIM102 (known when compiled; the other is not)
                 if done & (skipped > 0):
                     arrive(
-                        item, head, out_ptr, lse_ptr, sinks_ptr, items_ptr, item_arrived_ptr,
+                        item, head, out_ptr, lse_ptr, sinks_ptr, order_ptr, items_ptr, item_arrived_ptr,
                         shared_partial_ptr, shared_stats_ptr, rows,
                         KV_HEADS, GROUP, PACK, QUERIES, DIM, DIM_PAD, SINKS, LSE,
                     )  # fmt: skip
@@ -176,10 +177,10 @@ def decode(
     plan = decode_plan(metadata, kv_heads, group, dim_pad, constants["TILE"], window, constants["BLOCK_SIZE"], pack)
     shared = plan.shared
     # Without one nothing of it is looked at.
-    of_shared = (plan.first,) * 6 + (plan.partial, plan.stats)
+    of_shared = (plan.first,) * 7 + (plan.partial, plan.stats)
     if shared is not None:
         of_shared = (
-            shared.rows, shared.item_first, shared.items, shared.slice_item, shared.quota, shared.arrived,
+            shared.rows, shared.item_first, shared.order, shared.items, shared.slice_item, shared.quota, shared.arrived,
             shared.partial, shared.stats,
         )  # fmt: skip
     _decode_kernel[(plan.slices * kv_heads,)](

@@ -1,8 +1,8 @@
 """Which decode rows share leading cache blocks, found on the device as part of the decode plan.
 
-Prefix caching gives rows with the same prompt the same blocks, so rows share what their tables begin with. Only
-neighbours in the batch are compared. A group is a run of rows of which each shares blocks with the one before it; it
-shares as many as the least of these.
+Prefix caching gives rows with the same prompt the same blocks, so rows share what their tables begin with. Rows are
+sorted by one of their first blocks, which brings those together that may share, and neighbours are compared. A group is
+a run of rows of which each shares blocks with the one before it; it shares as many as the least of these.
 
 The shared tiles of all groups are work of its own. Up to PACK rows of a group are an item; items stand in one line,
 which is cut into slices of equal length, as the rows of attention_plan are.
@@ -32,6 +32,7 @@ COMPARED_AT_ONCE = 4096
 
 # Above any number of blocks; times MAX_ROWS within int32.
 _FAR = tl.constexpr(1 << 20)
+_NO_BLOCK = tl.constexpr(1 << 30)
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,14 @@ class SharedPlan:
 
     rows        `[R, 2]` int32: tiles that the row shares; if any, its item
     item_first  `[R + 1]` int32: the unit at which each item starts; after the last item the number of units
-    items       `[R, 4]` int32: first row and number of rows, first slice and number of slices
+    order       `[R]` int32: the rows as sorted; an item's rows stand side by side
+    items       `[R, 4]` int32: place in `order` of the first row, number of rows, first slice and number of slices
     arrived     `[R, kv_heads]` int32 zeros for items: rows and slices of it that are done; left as zeros
     slice_item  `[S + 1]` int32: the item of each slice's first unit; the slice's items end with the next slice's first
     quota       `[1]` int32: units per slice; 0 if nothing is shared, and then only `rows` is valid besides
     partial     `[2 * R + S * pack, kv_heads, group, dim]` fp32, dim padded: unscaled results, of a row's own keys at
-                row, of what it shares in slice s at R + row + s * pack. Items and slices follow each other in one line,
-                so no two need the same place.
+                row, of what it shares in slice s at R + place in `order` + s * pack. Items and slices follow each other
+                in one line, so no two need the same place.
     stats       `[2 * R + S * pack, kv_heads, 2, group]` fp32: their highest score and sum of weights
     """
 
@@ -54,6 +56,7 @@ class SharedPlan:
     pack: int
     rows: Tensor
     item_first: Tensor
+    order: Tensor
     items: Tensor
     slice_item: Tensor
     quota: Tensor
@@ -76,6 +79,7 @@ def empty_shared_plan(
         pack=pack,
         rows=empty(rows, 2),
         item_first=empty(rows + 1),
+        order=empty(rows),
         items=empty(rows, 4),
         slice_item=empty(slices + 1),
         quota=empty(1),
@@ -143,49 +147,64 @@ def _runs(equal, MIN_BLOCKS: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
+def _sorted(value, place, ROWS: tl.constexpr):
+    """(values, places), ascending by value and then by place."""
+    both = tl.sort(value.to(tl.int64) * ROWS + place)
+    place = both & (ROWS - 1)
+    return ((both - place) // ROWS).to(tl.int32), place.to(tl.int32)
+
+
+@triton.jit
 def find_groups(
     seq_lens_ptr, table_ptr, rows_ptr, table_stride, decodes,
     TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, MIN_BLOCKS: tl.constexpr, MIN_SAVED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """(shared tiles, first row, last row), each `[ROWS]`, of every row's group; no tiles without a group."""
-    row = tl.arange(0, ROWS)
-    real = row < decodes
-    paired = real & (row > 0)
-    keys = tl.load(seq_lens_ptr + row, mask=real, other=0)
-    keys_before = tl.load(seq_lens_ptr + row - 1, mask=paired, other=0)
-    own = tl.load(rows_ptr + row, mask=real, other=0) * table_stride
-    previous = tl.load(rows_ptr + row - 1, mask=paired, other=0) * table_stride
+    """(tiles that each row shares, order, tiles, first place, last place), each `[ROWS]`.
+
+    `order` is the rows as sorted, and what follows is of the group at each place of it; no tiles without a group.
+    """
+    place = tl.arange(0, ROWS)
+    real = place < decodes
+    keys = tl.load(seq_lens_ptr + place, mask=real, other=0)
+    own = tl.load(rows_ptr + place, mask=real, other=0) * table_stride
     # Not the block of the last key: it is written to, and every row keeps a tile to itself.
-    limit = tl.maximum(tl.minimum(keys, keys_before) - 1, 0) // BLOCK_SIZE
-    linked = paired & (limit >= MIN_BLOCKS)
-    # One block tells most rows apart, so that steps in which nothing is shared read no more.
-    a = tl.load(table_ptr + own + (MIN_BLOCKS - 1), mask=linked, other=0)
-    b = tl.load(table_ptr + previous + (MIN_BLOCKS - 1), mask=linked, other=0)
-    linked = linked & (a == b) & (a != 0)
-    tiles = tl.zeros([ROWS], tl.int32)
-    start = row
-    end = row
+    limit = tl.maximum(keys - 1, 0) // BLOCK_SIZE
+    # One block tells most rows apart. Block 0 is nobody's: a row without one is like no other, and stands behind.
+    block = tl.load(table_ptr + own + (MIN_BLOCKS - 1), mask=real & (limit >= MIN_BLOCKS), other=0)
+    block, order = _sorted(tl.where(block > 0, block, _NO_BLOCK + place), place, ROWS)
+    before = tl.maximum(place - 1, 0)
+    linked = (block < _NO_BLOCK) & (place > 0) & (tl.gather(block, before, 0) == block)
+    own_tiles = tl.zeros([ROWS], tl.int32)
+    tiles = own_tiles
+    start = place
+    end = place
     if tl.max(linked.to(tl.int32), 0) > 0:
-        equal = _leading_equal(table_ptr, own, previous, limit, linked, ROWS, COLUMNS)
+        own = tl.gather(own, order, 0)
+        limit = tl.gather(limit, order, 0)
+        shared = tl.minimum(limit, tl.gather(limit, before, 0))
+        equal = _leading_equal(table_ptr, own, tl.gather(own, before, 0), shared, linked, ROWS, COLUMNS)
         blocks, start, end = _runs(equal, MIN_BLOCKS, ROWS)
         tiles = blocks * (BLOCK_SIZE // TILE)
-        saved = tl.sum(tl.where(row > start, tiles, 0), 0)
+        saved = tl.sum(tl.where(place > start, tiles, 0), 0)
         tiles = tl.where(saved >= MIN_SAVED, tiles, 0)
-    return tiles, start, end
+        _, back = _sorted(order, place, ROWS)
+        own_tiles = tl.gather(tiles, back, 0)
+    return own_tiles, order, tiles, start, end
 
 
 @triton.jit
 def plan_items(
-    tiles, start, end, shared_ptr, item_first_ptr, items_ptr, slice_item_ptr, quota_ptr, arrived_ptr,
+    own_tiles, order, tiles, start, end,
+    shared_ptr, item_first_ptr, order_ptr, items_ptr, slice_item_ptr, quota_ptr, arrived_ptr,
     rows, slice, slices, kv_heads,
     PACK: tl.constexpr, ITEM_COST: tl.constexpr, MIN_QUOTA: tl.constexpr, ROWS: tl.constexpr, HEADS_PAD: tl.constexpr,
 ):  # fmt: skip
     """Write the plan's part that is this slice's, and in slice 0 what is everybody's."""
-    row = tl.arange(0, ROWS)
+    place = tl.arange(0, ROWS)
     quota = 0
     if tl.max(tiles, 0) > 0:
-        leads = (tiles > 0) & ((row - start) % PACK == 0)
+        leads = (tiles > 0) & ((place - start) % PACK == 0)
         units = tl.where(leads, tiles + ITEM_COST, 0)
         total = tl.sum(units, 0)
         quota = tl.maximum((total + slices - 1) // slices, MIN_QUOTA)
@@ -197,15 +216,16 @@ def plan_items(
             tl.store(item_first_ptr + item, begin, mask=leads)
             tl.store(item_first_ptr + tl.sum(leads.to(tl.int32), 0), total)
             first_slice = (begin + ITEM_COST) // quota
-            tl.store(items_ptr + item * 4, row, mask=leads)
-            tl.store(items_ptr + item * 4 + 1, tl.minimum(end - row + 1, PACK), mask=leads)
+            tl.store(items_ptr + item * 4, place, mask=leads)
+            tl.store(items_ptr + item * 4 + 1, tl.minimum(end - place + 1, PACK), mask=leads)
             tl.store(items_ptr + item * 4 + 2, first_slice, mask=leads)
             tl.store(items_ptr + item * 4 + 3, (begin + units - 1) // quota - first_slice + 1, mask=leads)
-            tl.store(shared_ptr + row * 2 + 1, item, mask=tiles > 0)
+            tl.store(order_ptr + place, order, mask=place < rows)
+            tl.store(shared_ptr + order * 2 + 1, item, mask=tiles > 0)
             head = tl.arange(0, HEADS_PAD)
             zeros = tl.zeros([ROWS, HEADS_PAD], tl.int32)
             at = arrived_ptr + item[:, None] * kv_heads + head[None, :]
             tl.store(at, zeros, mask=leads[:, None] & (head < kv_heads)[None, :])
     if slice == 0:
         tl.store(quota_ptr, quota)
-        tl.store(shared_ptr + row * 2, tiles, mask=row < rows)
+        tl.store(shared_ptr + place * 2, own_tiles, mask=place < rows)

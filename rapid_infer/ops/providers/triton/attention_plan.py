@@ -96,8 +96,8 @@ def _units(seq_lens_ptr, row, rows, shared, window, TILE: tl.constexpr, ROW_COST
 @triton.jit(do_not_specialize=["seq_lens_ptr", "table_ptr", "rows_ptr", "rows"])
 def _plan_kernel(
     seq_lens_ptr, decodes_ptr, first_ptr, slice_row_ptr, quota_ptr, arrived_ptr, rows, slices, window, kv_heads,
-    table_ptr, rows_ptr, table_stride, shared_ptr, item_first_ptr, items_ptr, slice_item_ptr, shared_quota_ptr,
-    item_arrived_ptr,
+    table_ptr, rows_ptr, table_stride, shared_ptr, item_first_ptr, order_ptr, items_ptr, slice_item_ptr,
+    shared_quota_ptr, item_arrived_ptr,
     TILE: tl.constexpr, ROW_COST: tl.constexpr, MIN_QUOTA: tl.constexpr, PART_COST: tl.constexpr, WINDOW: tl.constexpr,
     HEADS_PAD: tl.constexpr, ROWS: tl.constexpr, DECODES: tl.constexpr,
     PACK: tl.constexpr, BLOCK_SIZE: tl.constexpr, MIN_BLOCKS: tl.constexpr, MIN_SAVED: tl.constexpr,
@@ -113,13 +113,14 @@ def _plan_kernel(
     shared = 0
     if PACK > 0:
         # All rows are at once in this case.
-        shared, start, end = find_groups(
+        shared, order, tiles, start, end = find_groups(
             seq_lens_ptr, table_ptr, rows_ptr, table_stride, decodes,
             TILE, BLOCK_SIZE, MIN_BLOCKS, MIN_SAVED, ROWS, COLUMNS,
         )  # fmt: skip
         plan_items(
-            shared, start, end, shared_ptr, item_first_ptr, items_ptr, slice_item_ptr, shared_quota_ptr,
-            item_arrived_ptr, rows, slice, slices, kv_heads, PACK, ITEM_COST, MIN_SHARED_QUOTA, ROWS, HEADS_PAD,
+            shared, order, tiles, start, end,
+            shared_ptr, item_first_ptr, order_ptr, items_ptr, slice_item_ptr, shared_quota_ptr, item_arrived_ptr,
+            rows, slice, slices, kv_heads, PACK, ITEM_COST, MIN_SHARED_QUOTA, ROWS, HEADS_PAD,
         )  # fmt: skip
     total = 0
     longest = 0
@@ -197,8 +198,9 @@ def decode_plan(
         plan.first, plan.slice_row, plan.quota, plan.arrived,
         rows, slices, window or 0, kv_heads,
         metadata.block_table, metadata.rows, metadata.block_table.stride(0),
-        *((plan.first,) * 6 if shared is None else
-          (shared.rows, shared.item_first, shared.items, shared.slice_item, shared.quota, shared.arrived)),
+        *((plan.first,) * 7 if shared is None else
+          (shared.rows, shared.item_first, shared.order, shared.items, shared.slice_item,
+           shared.quota, shared.arrived)),
         TILE=tile, ROW_COST=ROW_COST, MIN_QUOTA=MIN_QUOTA, PART_COST=part_cost, WINDOW=window is not None,
         HEADS_PAD=triton.next_power_of_2(kv_heads), ROWS=at_once,
         DECODES=metadata.decodes is not None, PACK=pack, BLOCK_SIZE=block_size,

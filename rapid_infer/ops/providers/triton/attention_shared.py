@@ -42,7 +42,7 @@ def queries_per_item(q: Tensor) -> int:
 @triton.jit
 def attend_shared(
     slice, head, quota, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, table_ptr, rows_ptr,
-    item_first_ptr, items_ptr, slice_item_ptr, arrived_ptr, partial_ptr, stats_ptr,
+    item_first_ptr, order_ptr, items_ptr, slice_item_ptr, arrived_ptr, partial_ptr, stats_ptr,
     q_stride, q_head_stride, table_stride, block_stride, token_stride, scale, cap, rows,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, M: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, ITEM_COST: tl.constexpr,
@@ -56,11 +56,12 @@ def attend_shared(
     for item in range(tl.load(slice_item_ptr + slice), tl.load(slice_item_ptr + slice + 1) + 1):
         begin, end, _, _ = row_part(item_first_ptr, item, slice, quota, ITEM_COST)
         if begin < end:
-            first_row = tl.load(items_ptr + item * 4)
+            first = tl.load(items_ptr + item * 4)
             exists = nth < tl.load(items_ptr + item * 4 + 1)
+            row = tl.load(order_ptr + first + nth, mask=exists, other=0)
             # All its rows have the same blocks here.
-            table = table_ptr + tl.load(rows_ptr + first_row) * table_stride
-            q_at = q_ptr + ((first_row + nth) * q_stride + (head * GROUP + group) * q_head_stride)[:, None]
+            table = table_ptr + tl.load(rows_ptr + tl.load(order_ptr + first)) * table_stride
+            q_at = q_ptr + (row * q_stride + (head * GROUP + group) * q_head_stride)[:, None]
             q = tl.load(q_at + dim[None, :], mask=exists[:, None] & (dim < DIM)[None, :], other=0.0)
             acc, top, total = attend(
                 tl.zeros([M, DIM_PAD], tl.float32),
@@ -69,17 +70,18 @@ def attend_shared(
                 q, index, k_ptr, v_ptr, table, begin * TILE, end * TILE, end * TILE, block_stride, token_stride,
                 0, scale, cap, DIM, DIM_PAD, TILE, BLOCK_SIZE, False, False, CAP,
             )  # fmt: skip
-            place = (rows + first_row + nth + slice * PACK) * KV_HEADS + head
+            place = (rows + first + nth + slice * PACK) * KV_HEADS + head
             store_part(acc, top, total, partial_ptr, stats_ptr, place, group, exists, GROUP, DIM_PAD)
             arrive(
-                item, head, out_ptr, lse_ptr, sinks_ptr, items_ptr, arrived_ptr, partial_ptr, stats_ptr, rows,
+                item, head, out_ptr, lse_ptr, sinks_ptr, order_ptr, items_ptr, arrived_ptr,
+                partial_ptr, stats_ptr, rows,
                 KV_HEADS, GROUP, PACK, M, DIM, DIM_PAD, SINKS, LSE,
             )  # fmt: skip
 
 
 @triton.jit
 def arrive(
-    item, head, out_ptr, lse_ptr, sinks_ptr, items_ptr, arrived_ptr, partial_ptr, stats_ptr, rows,
+    item, head, out_ptr, lse_ptr, sinks_ptr, order_ptr, items_ptr, arrived_ptr, partial_ptr, stats_ptr, rows,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, M: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
@@ -98,11 +100,12 @@ def arrive(
         nth = index // GROUP
         exists = nth < count
         group = tl.where(exists, index % GROUP, GROUP)
-        row = tl.load(items_ptr + item * 4) + nth
+        first = tl.load(items_ptr + item * 4) + nth
+        row = tl.load(order_ptr + first, mask=exists, other=0)
         first_slice = tl.load(items_ptr + item * 4 + 2)
         acc, top, total = load_part(partial_ptr, stats_ptr, row * KV_HEADS + head, group, exists, GROUP, DIM_PAD)
         for slice in range(first_slice, first_slice + slices):
-            place = (rows + row + slice * PACK) * KV_HEADS + head
+            place = (rows + first + slice * PACK) * KV_HEADS + head
             part, part_top, part_total = load_part(partial_ptr, stats_ptr, place, group, exists, GROUP, DIM_PAD)
             acc, top, total = merge(acc, top, total, part, part_top, part_total)
         write_row(
