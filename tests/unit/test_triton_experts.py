@@ -15,10 +15,20 @@ from rapid_infer.ops.providers.triton import experts as module
 from rapid_infer.ops.providers.triton import experts_plan as plan_module
 from rapid_infer.ops.providers.triton.experts import Tile, choices_per_tile, fused_experts
 from rapid_infer.ops.providers.triton.experts_plan import experts_plan, most_tiles
+from rapid_infer.ops.providers.triton.launch import has_tma
 from rapid_infer.ops.providers.triton.router import route_experts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REFERENCE = OPS["fused_experts"].reference
+
+
+_empty = torch.empty
+
+
+def poisoned(*shape: int, **options: object) -> Tensor:
+    """`torch.empty`, and whatever memory may hold."""
+    made = _empty(*shape, **options)  # type: ignore[call-overload]
+    return made.fill_(math.nan if made.is_floating_point() else 1 << 20)
 
 
 @pytest.fixture(autouse=True)
@@ -63,13 +73,8 @@ def test_tiles_grow_with_an_experts_share() -> None:
     assert [choices_per_tile(n, 64) for n in (6, 1024, 1025, 4096, 4097, 49152)] == [16, 16, 32, 64, 128, 128]
 
 
-@pytest.mark.parametrize("per_tile", [16, 32, 64, 128])
-@pytest.mark.parametrize(("hidden", "size"), [(32, 32), (40, 56)])
-def test_every_tile_size_gives_the_same(per_tile: int, hidden: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens, experts = 70, 3
-    monkeypatch.setattr(module, "choices_per_tile", lambda choices, experts: per_tile)
-    monkeypatch.setitem(module.TILES, per_tile, Tile((16, 32), (32, 16), 4, 2))
-    args = {
+def expert_inputs(tokens: int, experts: int, hidden: int, size: int) -> dict[str, Tensor]:
+    return {
         "x": torch.randn(tokens, hidden, device=DEVICE),
         "gate_up": torch.randn(experts, 2 * size, hidden, device=DEVICE) / hidden**0.5,
         "down": torch.randn(experts, hidden, size, device=DEVICE) / size**0.5,
@@ -77,18 +82,74 @@ def test_every_tile_size_gives_the_same(per_tile: int, hidden: int, size: int, m
         "slots": choose(tokens, 2, experts),
         "shared": torch.randn(tokens, hidden, device=DEVICE),
     }
-    half = {name: t.half() if name not in ("weights", "slots") else t for name, t in args.items()}
-    torch.testing.assert_close(fused_experts(**half).float(), REFERENCE(**args), atol=2e-2, rtol=2e-2)
+
+
+def halved(args: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t.half() if name not in ("weights", "slots") else t for name, t in args.items()}
+
+
+@pytest.mark.parametrize("per_tile", [16, 32, 64, 128])
+@pytest.mark.parametrize(("hidden", "size"), [(32, 32), (40, 56)])
+def test_every_tile_size_gives_the_same(per_tile: int, hidden: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, experts = 70, 3
+    monkeypatch.setattr(module, "choices_per_tile", lambda choices, experts: per_tile)
+    monkeypatch.setitem(module.TILES, per_tile, Tile((16, 32), (32, 16), 4, 2))
+    args = expert_inputs(tokens, experts, hidden, size)
+    torch.testing.assert_close(fused_experts(**halved(args)).float(), REFERENCE(**args), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "hidden", "size", "up", "down"),
+    [
+        (70, 3, 32, 32, (16, 32), (32, 16)),
+        (90, 9, 40, 56, (32, 32), (16, 32)),
+        (150, 2, 24, 88, (64, 16), (16, 64)),
+    ],
+)
+def test_tma_copies_the_same_weights(
+    persistent: bool,
+    tokens: int,
+    experts: int,
+    hidden: int,
+    size: int,
+    up: tuple[int, int],
+    down: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Blocks that reach beyond an expert, tiles that are not full, an expert that nobody chose, and NaN behind all."""
+    monkeypatch.setattr(module, "choices_per_tile", lambda choices, experts: 64)
+    monkeypatch.setitem(module.TILES, 64, Tile(up, down, 4, 2, tma=True, persistent=persistent))
+    monkeypatch.setattr(module, "gate_up_kernel", None)
+    args = expert_inputs(tokens, experts, hidden, size)
+    args["slots"][args["slots"] == experts - 1] = -1
+    half = halved(args)
+    # What follows a token's inputs must not be multiplied, not even by zero.
+    half["x"] = torch.full((tokens, hidden + 64), math.nan, dtype=torch.half, device=DEVICE)[:, :hidden].copy_(
+        args["x"]
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", poisoned)
+        got = fused_experts(**half)
+    torch.testing.assert_close(got.float(), REFERENCE(**args), atol=2e-2, rtol=2e-2)
+
+
+def test_tma_takes_what_lies_at_multiples_of_16_bytes_and_threads_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    tile = Tile((16, 32), (16, 32), 4, 2, tma=True)
+    monkeypatch.setitem(module.TILES, 16, tile)
+    monkeypatch.setattr(module, "ALONE", tile)
+    monkeypatch.setattr(module, "gate_up_tma_kernel", None)
+    some, alone, odd = expert_inputs(7, 3, 32, 32), expert_inputs(1, 3, 32, 32), expert_inputs(7, 3, 32, 36)
+    assert module.can_copy(some["gate_up"].half(), some["down"].half()) == has_tma(torch.device(DEVICE))
+    assert not module.can_copy(some["gate_up"], some["down"])
+    beside = halved(some)
+    beside["down"] = torch.cat([beside["down"].flatten()[:1], beside["down"].flatten()])[1:].view(3, 32, 32)
+    for args, half in ((some, beside), (alone, halved(alone)), (odd, halved(odd))):
+        torch.testing.assert_close(fused_experts(**half).float(), REFERENCE(**args), atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("tokens", [1, 6])
 def test_no_expert_adds_nothing_whatever_memory_holds(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = torch.empty
-
-    def poisoned(*shape: int, **options: object) -> Tensor:
-        made = original(*shape, **options)  # type: ignore[call-overload]
-        return made.fill_(math.nan if made.is_floating_point() else 1 << 20)
-
     x, shared = torch.randn(tokens, 16, device=DEVICE), torch.randn(tokens, 16, device=DEVICE)
     gate_up, down = torch.randn(4, 64, 16, device=DEVICE), torch.randn(4, 16, 32, device=DEVICE)
     slots, weights = choose(tokens, 3, 4, absent=0.5), torch.rand(tokens, 3, device=DEVICE)

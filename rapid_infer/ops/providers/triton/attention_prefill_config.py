@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from rapid_infer.ops.providers.triton.facts import INTERPRETED
+from rapid_infer.ops.providers.triton.launch import has_tma
 
 QUERIES = 128
 """Query heads of a tile, all its tokens together."""
@@ -76,11 +77,6 @@ def pointer_keys(dim: int, dtype: torch.dtype) -> int:
     return min(max(POINTER_BYTES // (padded * dtype.itemsize), 16), POINTER_KEYS)
 
 
-@cache
-def _has_tma(device: torch.device) -> bool:
-    return INTERPRETED or torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def tma_view(cache: Tensor, keys: int) -> Tensor | None:
     """The cache `[blocks, block_size, kv_heads, dim]` as `[blocks, block_size, kv_heads * dim]`, or None.
 
@@ -88,7 +84,7 @@ def tma_view(cache: Tensor, keys: int) -> Tensor | None:
     multiples of 16 bytes.
     """
     size, _, dim = cache.shape[1:]
-    if not _has_tma(cache.device) or (cache.dtype.itemsize != 2 and not INTERPRETED):
+    if not has_tma(cache.device) or (cache.dtype.itemsize != 2 and not INTERPRETED):
         return None
     aligned = cache.data_ptr() % 16 == 0 and all(
         stride * cache.dtype.itemsize % 16 == 0 for stride in cache.stride()[:2]

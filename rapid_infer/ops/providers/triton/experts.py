@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rapid_infer.ops.providers.triton.experts_kernels import combine_kernel, down_kernel, gate_up_kernel
 from rapid_infer.ops.providers.triton.experts_plan import experts_plan
-from rapid_infer.ops.providers.triton.launch import options
+from rapid_infer.ops.providers.triton.experts_tma import down_tma_kernel, gate_up_tma_kernel
+from rapid_infer.ops.providers.triton.launch import has_tma, num_multiprocessors, options
 
 TILES_SHARING = 8
 """Tiles of one expert that read a block of its weight one after another."""
@@ -19,12 +21,17 @@ COMBINED = 1024
 
 @dataclass(frozen=True)
 class Tile:
-    """Choices and outputs of a program, and the inputs it takes at a time; `up` for gate and up, `down` for down."""
+    """Outputs of a program, and the inputs it takes at a time; `up` for gate and up, `down` for down.
+
+    tma: tiles of weights are copied by TMA where it can. persistent, with it: a program for each multiprocessor.
+    """
 
     up: tuple[int, int]
     down: tuple[int, int]
     warps: int
     stages: int
+    tma: bool = False
+    persistent: bool = False
 
 
 # By choices of a tile. Few choices: bound by memory, many small programs; many: by arithmetic.
@@ -43,6 +50,13 @@ EXACT = Tile(up=(32, 32), down=(32, 32), warps=4, stages=2)
 def choices_per_tile(choices: int, experts: int) -> int:
     """The smallest tile that holds an expert's share if choices are even."""
     return next((tile for tile in TILES if tile * experts >= choices), max(TILES))
+
+
+def can_copy(gate_up: Tensor, down: Tensor) -> bool:
+    """Whether TMA can copy tiles of the weights: of 16-bit types, with rows at multiples of 16 bytes."""
+    return has_tma(down.device) and all(
+        t.element_size() == 2 and t.shape[-1] % 8 == 0 and t.data_ptr() % 16 == 0 for t in (gate_up, down)
+    )
 
 
 def fused_experts(
@@ -67,18 +81,32 @@ def fused_experts(
         tiles, tables = plan.tiles, (plan.order, plan.expert, plan.first, plan.last)
     inner = torch.empty(choices, size, dtype=x.dtype, device=x.device)
     values = torch.empty(choices, hidden, dtype=x.dtype, device=x.device)
-    shared_options = {"M": per_tile, "GROUP": TILES_SHARING, "ALONE": alone, "num_warps": tile.warps}
-    shared_options |= {"num_stages": tile.stages, **options(x)}
-    n, k = tile.up
-    gate_up_kernel[(tiles * triton.cdiv(size, n),)](
-        x, gate_up, inner, slots, *tables, x.stride(0), tiles, size, hidden,
-        TOP_K=top_k, N=n, K=k, EVEN_K=hidden % k == 0, **shared_options,
-    )  # fmt: skip
-    n, k = tile.down
-    down_kernel[(tiles * triton.cdiv(hidden, n),)](
-        inner, down, values, slots, *tables, tiles, size, hidden,
-        N=n, K=k, EVEN_K=size % k == 0, **shared_options,
-    )  # fmt: skip
+    shared_options = {"M": per_tile, "GROUP": TILES_SHARING, "num_warps": tile.warps, "num_stages": tile.stages}
+    shared_options |= options(x)
+    (up_n, up_k), (down_n, down_k) = tile.up, tile.down
+    up_programs, down_programs = tiles * triton.cdiv(size, up_n), tiles * triton.cdiv(hidden, down_n)
+    if tile.tma and not alone and can_copy(gate_up, down):
+        most = num_multiprocessors(x.device) if tile.persistent else max(up_programs, down_programs)
+        both = TensorDescriptor.from_tensor(gate_up.view(2 * experts, size, hidden), [2, up_n, up_k])
+        gate_up_tma_kernel[(min(up_programs, most),)](
+            x, both, inner, slots, *tables, x.stride(0), tiles, size, hidden,
+            TOP_K=top_k, N=up_n, K=up_k, EVEN_K=hidden % up_k == 0, PERSISTENT=tile.persistent, **shared_options,
+        )  # fmt: skip
+        down_tma_kernel[(min(down_programs, most),)](
+            TensorDescriptor.from_tensor(inner, [per_tile, down_k]),
+            TensorDescriptor.from_tensor(down, [1, down_n, down_k]),
+            values, slots, *tables, tiles, size, hidden,
+            N=down_n, K=down_k, PERSISTENT=tile.persistent, **shared_options,
+        )  # fmt: skip
+    else:
+        gate_up_kernel[(up_programs,)](
+            x, gate_up, inner, slots, *tables, x.stride(0), tiles, size, hidden,
+            TOP_K=top_k, N=up_n, K=up_k, EVEN_K=hidden % up_k == 0, ALONE=alone, **shared_options,
+        )  # fmt: skip
+        down_kernel[(down_programs,)](
+            inner, down, values, slots, *tables, tiles, size, hidden,
+            N=down_n, K=down_k, EVEN_K=size % down_k == 0, ALONE=alone, **shared_options,
+        )  # fmt: skip
     block = min(triton.next_power_of_2(hidden), COMBINED)
     combine_kernel[(tokens, triton.cdiv(hidden, block))](
         values, weights, slots, shared if shared is not None else x, out,

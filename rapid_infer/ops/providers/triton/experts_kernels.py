@@ -13,9 +13,8 @@ from rapid_infer.ops.providers.triton.launch import start_next, wait_previous
 
 
 @triton.jit
-def _position(tiles, blocks, GROUP: tl.constexpr):
-    """(tile, block of outputs) of this program: GROUP tiles share what is read of a weight while it is in L2."""
-    program = tl.program_id(0)
+def position(program, tiles, blocks, GROUP: tl.constexpr):
+    """(tile, block of outputs) of a program: GROUP tiles share what is read of a weight while it is in L2."""
     group = program // (GROUP * blocks)
     first = group * GROUP
     height = tl.minimum(tiles - first, GROUP)
@@ -24,7 +23,7 @@ def _position(tiles, blocks, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _tile(slots_ptr, order_ptr, expert_ptr, first_ptr, last_ptr, tile, M: tl.constexpr, ALONE: tl.constexpr):
+def choices_of(slots_ptr, order_ptr, expert_ptr, first_ptr, last_ptr, tile, M: tl.constexpr, ALONE: tl.constexpr):
     """(expert, sorted places `[M]`, which of them exist, their choices); an expert below zero: nothing to do."""
     row = tl.arange(0, M)
     if ALONE:
@@ -42,6 +41,13 @@ def _tile(slots_ptr, order_ptr, expert_ptr, first_ptr, last_ptr, tile, M: tl.con
 
 
 @triton.jit
+def write(values, out_ptr, row, width, column, inside):
+    """`[M, N]` to rows `[M]`, those that are inside, of out `[choices, width]`, and columns `[N]`."""
+    to = out_ptr + row.to(tl.int64)[:, None] * width + column[None, :]
+    tl.store(to, values.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (column < width)[None, :])
+
+
+@triton.jit
 def gate_up_kernel(
     x_ptr, weight_ptr, out_ptr, slots_ptr, order_ptr, expert_ptr, first_ptr, last_ptr, x_stride, tiles, size, hidden,
     TOP_K: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
@@ -49,9 +55,9 @@ def gate_up_kernel(
 ):  # fmt: skip
     """`out[place] = silu(gate x) * (up x)` of each choice's token; out `[choices, size]` in sorted order."""
     start_next(PDL)
-    tile, block = _position(tiles, tl.cdiv(size, N), GROUP)
+    tile, block = position(tl.program_id(0), tiles, tl.cdiv(size, N), GROUP)
     wait_previous(PDL)
-    expert, place, inside, choice = _tile(slots_ptr, order_ptr, expert_ptr, first_ptr, last_ptr, tile, M, ALONE)
+    expert, place, inside, choice = choices_of(slots_ptr, order_ptr, expert_ptr, first_ptr, last_ptr, tile, M, ALONE)
     if expert < 0:
         return
     column, k = block * N + tl.arange(0, N), tl.arange(0, K)
@@ -72,9 +78,7 @@ def gate_up_kernel(
             w_up = tl.load(gate_at + size * hidden + at, mask=real[None, :] & left[:, None], other=0.0)
         gate = matmul(x, w_gate, gate)
         up = matmul(x, w_up, up)
-    value = gate * tl.sigmoid(gate) * up
-    to = out_ptr + place.to(tl.int64)[:, None] * size + column[None, :]
-    tl.store(to, value.to(out_ptr.dtype.element_ty), mask=inside[:, None] & real[None, :])
+    write(gate * tl.sigmoid(gate) * up, out_ptr, place, size, column, inside)
 
 
 @triton.jit
@@ -85,9 +89,9 @@ def down_kernel(
 ):  # fmt: skip
     """`out[choice] = down x[place]`; x `[choices, size]` in sorted order, out `[choices, hidden]` in that of tokens."""
     start_next(PDL)
-    tile, block = _position(tiles, tl.cdiv(hidden, N), GROUP)
+    tile, block = position(tl.program_id(0), tiles, tl.cdiv(hidden, N), GROUP)
     wait_previous(PDL)
-    expert, place, inside, choice = _tile(slots_ptr, order_ptr, expert_ptr, first_ptr, last_ptr, tile, M, ALONE)
+    expert, place, inside, choice = choices_of(slots_ptr, order_ptr, expert_ptr, first_ptr, last_ptr, tile, M, ALONE)
     if expert < 0:
         return
     column, k = block * N + tl.arange(0, N), tl.arange(0, K)
@@ -104,8 +108,7 @@ def down_kernel(
             x = tl.load(x_at + at, mask=inside[:, None] & left[None, :], other=0.0)
             weight = tl.load(weight_at + at, mask=real[None, :] & left[:, None], other=0.0)
         acc = matmul(x, weight, acc)
-    to = out_ptr + choice.to(tl.int64)[:, None] * hidden + column[None, :]
-    tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=inside[:, None] & real[None, :])
+    write(acc, out_ptr, choice, hidden, column, inside)
 
 
 @triton.jit

@@ -34,8 +34,13 @@ def wait_previous(PDL: tl.constexpr):
 
 
 @cache
+def has_tma(device: torch.device) -> bool:
+    return INTERPRETED or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
 def _options(device: torch.device) -> dict[str, Any]:
-    if INTERPRETED or torch.cuda.get_device_capability(device) < (9, 0):
+    if INTERPRETED or not has_tma(device):
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}
 
