@@ -40,13 +40,16 @@ class LLM:
         params = _spread(sampling_params or self.default_sampling_params(), len(batch))
         names = [f"generate-{next(self._ids)}" for _ in batch]
         try:
-            for name, prompt, one in zip(names, batch, params):
-                self._add(name, prompt, one, RequestOutputKind.FINAL_ONLY)
+            for name, ids, one in zip(names, self.engine.inputs.encode_all(batch), params):
+                self._add(name, ids, one, RequestOutputKind.FINAL_ONLY)
             while not all(self._inbox[name] for name in names):
                 self._step()
-            return [self._inbox[name].popleft() for name in names]
+            results = [self._inbox[name].popleft() for name in names]
         finally:
             self._abandon(names)
+        for result, prompt in zip(results, batch):
+            result.prompt = prompt if isinstance(prompt, str) else None
+        return results
 
     def chat(
         self,

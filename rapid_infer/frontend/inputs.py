@@ -42,11 +42,15 @@ class InputProcessor:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, not looked at yet. RequestError when it is text and there is no tokenizer."""
-        if not isinstance(prompt, str):
-            return list(prompt)
-        if self.tokenizer is None:
+        return self.encode_all([prompt])[0]
+
+    def encode_all(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """As `encode`, for each of them; texts are tokenized together."""
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if texts and self.tokenizer is None:
             raise RequestError("got a text prompt, but skip_tokenizer_init=True: give token ids")
-        return self.tokenizer.encode(prompt)
+        encoded = iter(self.tokenizer.encode_all(texts) if self.tokenizer is not None else ())
+        return [next(encoded) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
         """Token ids of a conversation. RequestError without a tokenizer or a template."""
