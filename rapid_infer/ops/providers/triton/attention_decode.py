@@ -25,6 +25,23 @@ COMBINED_AT_ONCE = 8192
 
 
 @triton.jit
+def leave_part(
+    acc, top, total, partial_ptr, stats_ptr, arrived_ptr, slice, first_slice, slices, head, group,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM_PAD: tl.constexpr,
+):  # fmt: skip
+    """Leave what a slice gives of a row that lies in several; whether it was the last, so that `combine` may follow."""
+    place = (slice * 2 + (slice == first_slice).to(tl.int32)) * KV_HEADS + head
+    store_part(acc, top, total, partial_ptr, stats_ptr, place, group, group < GROUP, GROUP, DIM_PAD)
+    # All threads' results before the one that counts, which publishes them.
+    tl.debug_barrier()
+    arrived = arrived_ptr + first_slice * KV_HEADS + head
+    last = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == slices - 1
+    if last:
+        tl.store(arrived, 0)
+    return last
+
+
+@triton.jit
 def combine(
     partial_ptr, stats_ptr, first_slice, slices, head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM_PAD: tl.constexpr, COUNT: tl.constexpr,
@@ -131,14 +148,11 @@ def _decode_kernel(
                     row, head, group, skipped, KV_HEADS, GROUP, DIM, DIM_PAD, PACK, SINKS, LSE,
                 )  # fmt: skip
             else:
-                place = (slice * 2 + (slice == first_slice).to(tl.int32)) * KV_HEADS + head
-                store_part(acc, top, total, partial_ptr, stats_ptr, place, group, group < GROUP, GROUP, DIM_PAD)
-                # All threads' results before the one that counts, which publishes them.
-                tl.debug_barrier()
-                arrived = arrived_ptr + first_slice * KV_HEADS + head
-                if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == slices - 1:
-                    done = True
-                    tl.store(arrived, 0)
+                done = leave_part(
+                    acc, top, total, partial_ptr, stats_ptr, arrived_ptr, slice, first_slice, slices, head, group,
+                    KV_HEADS, GROUP, DIM_PAD,
+                )  # fmt: skip
+                if done:
                     row_acc, row_top, row_total = combine(
                         partial_ptr, stats_ptr, first_slice, slices, head, KV_HEADS, GROUP, GROUP_PAD, DIM_PAD, COUNT
                     )

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
-from rapid_infer.ops.providers.triton.attention_decode import combine
+from rapid_infer.ops.providers.triton.attention_decode import combine, leave_part
 from rapid_infer.ops.providers.triton.attention_plan import decode_plan, row_part
 from rapid_infer.ops.providers.triton.attention_tile import write_row
 from rapid_infer.ops.providers.triton.latent_tile import attend_latent, check_strides, latent_shape, load_query
@@ -42,7 +42,6 @@ def _decode_kernel(
     block = tl.program_id(0) % HEAD_BLOCKS
     M: tl.constexpr = max(GROUP_PAD, 16)
     group = tl.arange(0, M)
-    index = tl.arange(0, RANK_PAD)
     wait_previous(PDL)
     quota = tl.load(quota_ptr)
     first_row = tl.load(slice_row_ptr + slice)
@@ -68,17 +67,11 @@ def _decode_kernel(
                     HEAD_BLOCKS, GROUP, RANK, RANK_PAD, False, False,
                 )  # fmt: skip
             else:
-                place = (slice * 2 + (slice == first_slice).to(tl.int32)) * HEAD_BLOCKS + block
-                to = partial_ptr + (place * GROUP + group)[:, None] * RANK_PAD + index[None, :]
-                tl.store(to, acc, mask=(group < GROUP)[:, None])
-                stats = stats_ptr + place * (2 * GROUP) + group
-                tl.store(stats, top, mask=group < GROUP)
-                tl.store(stats + GROUP, total, mask=group < GROUP)
-                # All threads' results before the one that counts, which publishes them.
-                tl.debug_barrier()
-                arrived = arrived_ptr + first_slice * HEAD_BLOCKS + block
-                if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == slices - 1:
-                    tl.store(arrived, 0)
+                last = leave_part(
+                    acc, top, total, partial_ptr, stats_ptr, arrived_ptr, slice, first_slice, slices, block, group,
+                    HEAD_BLOCKS, GROUP, RANK_PAD,
+                )  # fmt: skip
+                if last:
                     row_acc, row_top, row_total = combine(
                         partial_ptr, stats_ptr, first_slice, slices, block,
                         HEAD_BLOCKS, GROUP, GROUP_PAD, RANK_PAD, COUNT,
