@@ -29,14 +29,16 @@ class _Turns:
     def __init__(self, places: Ints, first: Ints, period: int) -> None:
         phase = first % period
         by_phase = np.argsort(phase, kind="stable")
-        ends = np.searchsorted(phase[by_phase], np.arange(1, period))
-        self._turns = [(places[turn], first[turn]) for turn in np.split(by_phase, ends)]
+        self._places, self._first, self._period = places[by_phase], first[by_phase], period
+        self._starts = np.searchsorted(phase[by_phase], np.arange(period + 1)).tolist()
         self._all_from = int(first.max(initial=0))
 
     def at(self, step: int) -> Ints:
         """Ascending."""
-        places, first = self._turns[step % len(self._turns)]
-        return places if step >= self._all_from or not len(places) else places[first <= step]
+        phase = step % self._period
+        turn = slice(self._starts[phase], self._starts[phase + 1])
+        places = self._places[turn]
+        return places if step >= self._all_from or not len(places) else places[self._first[turn] <= step]
 
 
 class SteadyBatch:
