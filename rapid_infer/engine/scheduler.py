@@ -71,6 +71,8 @@ class Scheduler:
         builder = PlanBuilder(len(self.cache.pools))
         order, grant = self._share_budget()
         order, grant, preempted = self._make_room(order, grant, builder)
+        # Before others are admitted, so that they already share the blocks that this step will fill.
+        self._publish_full(order, grant)
         if not preempted:
             admitted, more = self._admit(int(grant.sum()), builder)
             order, grant = np.concatenate([order, admitted]), np.concatenate([grant, more])
@@ -169,7 +171,7 @@ class Scheduler:
         row = self.rows.take(request, hits * size, len(blocks[0]) * size, published)
         builder.add_row(row, hits * size, request)
         builder.add_blocks(row, 0, blocks)
-        # Published at once, so that a request admitted in this same step already shares the blocks this one will fill.
+        # For those admitted after it, as in `schedule`.
         self.publish(row, hits * size + grant)
         return grant
 
@@ -210,6 +212,13 @@ class Scheduler:
             self.cache.publish(request.blocks, start, hashes[start:stop])
             rows.published[row] = stop
 
+    def _publish_full(self, order: Ints, grant: Ints) -> None:
+        rows = self.rows
+        stop = rows.computed[order] + grant
+        full = np.minimum(stop, rows.collected[order]) // self.cache.block_size
+        for i in np.flatnonzero(full > rows.published[order]):
+            self.publish(int(order[i]), int(stop[i]))
+
     def _launch(self, order: Ints, grant: Ints, builder: PlanBuilder) -> Launch:
         rows = self.rows
         if grant.max() > 1:
@@ -224,9 +233,6 @@ class Scheduler:
         samples = stop == rows.known[order]
         sampled_rows = order if samples.all() else order[samples]
         rows.known[sampled_rows] += 1
-        full = np.minimum(stop, rows.collected[order]) // self.cache.block_size
-        for i in np.flatnonzero(full > rows.published[order]):
-            self.publish(int(order[i]), int(stop[i]))
         plan = builder.build(self.last_step, rows, order, start, grant, np.flatnonzero(samples))
         if SteadyBatch.fits(plan, rows, self._order):
             self._steady = SteadyBatch(rows, self.cache, order, self.last_step)

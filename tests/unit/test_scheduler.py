@@ -84,6 +84,17 @@ def test_without_chunked_prefill_prompts_run_whole_or_wait() -> None:
     assert [plan.query_lens.tolist() for plan in engine.plans] == [[40], [1, 30], [1, 34], [1]]
 
 
+def test_a_request_admitted_beside_the_last_piece_of_the_same_prompt_shares_it() -> None:
+    engine = Harness(block_size=4, max_num_batched_tokens=12)
+    engine.add("first", prompt(20), 3)
+    engine.step()
+    second = engine.add("second", prompt(20), 3)
+    engine.step()
+    assert engine.last_plan.query_lens.tolist() == [8, 4]
+    assert second.num_cached_tokens == 16
+    engine.run()
+
+
 @pytest.mark.parametrize("length", range(1, 22))
 def test_cached_tokens_are_whole_blocks_and_never_the_whole_prompt(length: int) -> None:
     engine = Harness(block_size=4)
