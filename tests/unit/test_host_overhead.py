@@ -1,11 +1,10 @@
-"""What the host costs when the model costs nothing: 256 rows in steady decode, on the GPU's default block size.
+"""What a step costs the host when the model costs nothing: 256 rows in steady decode, on the GPU's default block size.
 
-Once with eager steps, as on a CPU, and once with captured ones, where the host only writes and reads the mailbox. And
-what comes before and after: taking in prompts, and the outputs of a step. The limits are for an idle machine of
-ordinary speed; HOST_OVERHEAD_SCALE raises them for a slower one.
+Once with eager steps, as on a CPU, and once with captured ones, where the host only writes and reads the mailbox. The
+limits are for an idle machine of ordinary speed; on a slower one, or a busy one, they rise with the time that a fixed
+piece of Python and numpy takes there.
 """
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +33,24 @@ from rapid_infer.worker.mailbox import Mailbox
 from rapid_infer.worker.model_runner import ModelRunner, StepHandle
 
 ROWS, VOCAB, BLOCK_SIZE, MAX_LEN = 256, 8, 64, 4096
-SCALE = float(os.environ.get("HOST_OVERHEAD_SCALE", "1"))
+REFERENCE_MS = 1.6
+"""Of `reference` on the machine that the limits are for."""
+
+
+def reference() -> float:
+    """Seconds of this thread for work of the kind that is measured here."""
+    values, rows, total = np.arange(256), np.arange(256), []
+    start = time.thread_time()
+    for i in range(300):
+        taken = values[rows] + i
+        total.append(int(np.flatnonzero(taken > 200).sum()))
+        total += [n + 1 for n in taken[:32].tolist()]
+    return time.thread_time() - start
+
+
+def slower() -> float:
+    """How many times as long as that machine this one takes at the moment; 1 at least."""
+    return max(1.0, min(reference() for _ in range(20)) * 1e3 / REFERENCE_MS)
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +177,7 @@ def test_a_steady_step_costs_the_host_little(executor: type[StubExecutor], queue
             assert len(outputs.token_ids) == ROWS
         medians.append(statistics.median(times) * 1e3)
     print(f"host overhead of a step with {ROWS} rows: {min(medians):.3f} ms (largest median {max(medians):.3f})")
-    assert min(medians) < limit_ms * SCALE
+    assert min(medians) < limit_ms * slower()
 
 
 def test_where_a_captured_step_spends_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +206,7 @@ def test_taking_in_long_prompts_costs_the_host_little() -> None:
                 core.add_request(request)
         times.append((time.thread_time() - start) * 1e3)
     print(f"{ROWS} prompts of 2112 tokens: {min(times):.1f} ms")
-    assert min(times) < 25 * SCALE
+    assert min(times) < 25 * slower()
 
 
 @pytest.mark.parametrize(("kind", "limit_ms"), [(RequestOutputKind.FINAL_ONLY, 0.06), (RequestOutputKind.DELTA, 1.0)])
@@ -207,4 +223,4 @@ def test_the_outputs_of_a_step_cost_the_host_little(kind: RequestOutputKind, lim
         times.append((time.thread_time() - start) * 1e3)
         assert len(shown) == (0 if kind is RequestOutputKind.FINAL_ONLY else ROWS)
     print(f"outputs of a step with {ROWS} rows, {kind.name}: {statistics.median(times):.3f} ms")
-    assert statistics.median(times) < limit_ms * SCALE
+    assert statistics.median(times) < limit_ms * slower()
