@@ -1,8 +1,8 @@
-"""What a step costs the host when the model costs nothing: 256 rows in steady decode, on the GPU's default block size.
+"""What the host costs when the model costs nothing: 256 rows in steady decode, on the GPU's default block size.
 
-Once with eager steps, as on a CPU, and once with captured ones, where the host only writes and reads the mailbox. The
-limits are for an idle machine of ordinary speed; on a slower one, or a busy one, they rise with the time that a fixed
-piece of Python and numpy takes there.
+Once with eager steps, as on a CPU, and once with captured ones, where the host only writes and reads the mailbox. And
+what comes before and after: taking in prompts, and the outputs of a step. The limits are for an idle machine of
+ordinary speed; on a slower one, or a busy one, they rise with the time that a fixed piece of Python and numpy takes.
 """
 
 import statistics
