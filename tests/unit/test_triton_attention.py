@@ -150,7 +150,7 @@ def test_slices_cover_the_keys_of_each_row_once(
 
 
 def test_where_parts_cost_slices_grow_with_the_root_of_the_longest_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_plan, "PROGRAMS_PER_MULTIPROCESSOR", 999)
+    monkeypatch.setattr(attention_plan, "PROGRAMS_PER_MULTIPROCESSOR", 40)
     metadata = make_metadata([16 * 15, 16 * 99, 5], [1] * 3, 16, DEVICE)[0]
     for part_cost, quota in ((0, 1), (1, 10), (4, 20)):
         assert int(decode_plan(metadata, 1, 1, 16, 16, None, part_cost=part_cost).quota) == quota
