@@ -20,7 +20,7 @@ class ForwardBatch:
     inputs_embeds  `[T, hidden]`, instead of looking up `input_ids`
     live           `[T]` integers, 0 for a padding token, whose result nobody reads; None: there is none
     logits_indices  `[N]` int64: the tokens whose hidden states are asked for; None: all
-    narrows        whether this is what the last layer gets, and it may leave the other tokens out
+    kept           logits_indices in the last layer, where that may leave the other tokens out; else None
     """
 
     input_ids: Tensor
@@ -29,7 +29,7 @@ class ForwardBatch:
     inputs_embeds: Tensor | None = None
     live: Tensor | None = None
     logits_indices: Tensor | None = None
-    narrows: bool = False
+    kept: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -40,9 +40,7 @@ class ForwardBatch:
 
         For what attention gives and for the residual stream: past attention tokens do not see each other.
         """
-        if not self.narrows or self.logits_indices is None:
-            return x
-        return x.index_select(0, self.logits_indices)
+        return x if self.kept is None else x.index_select(0, self.kept)
 
     def sampled(self, hidden: Tensor) -> Tensor:
         """The states `[N, hidden]` asked for, of what a model returns: states of all tokens or of these."""

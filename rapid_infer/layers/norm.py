@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from rapid_infer.errors import PluginError
 from rapid_infer.layers.context import BuildContext
 
 
@@ -24,8 +25,14 @@ class RMSNorm(nn.Module):
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add x to the residual stream and norm the sum: (normed, new residual). residual None: the stream starts with
-        x.
+        x. PluginError when the two hold different tokens.
         """
         if residual is None:
             return self._norm(x, self.weight, self.eps), x
+        if x.shape != residual.shape:
+            # One row against several would be spread over them.
+            raise PluginError(
+                f"a norm got {list(x.shape)} to add to a residual stream of {list(residual.shape)}; both must hold the "
+                "same tokens: in a layer, call batch.narrow on what attention gives and on the residual, or on neither"
+            )
         return self._add_norm(x, residual, self.weight, self.eps)

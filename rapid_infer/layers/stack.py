@@ -35,5 +35,5 @@ class LayerStack(nn.Module):
             hidden, residual = layer(hidden, residual, batch)
         wanted = batch.logits_indices
         if wanted is not None and len(wanted) < batch.num_tokens:
-            batch = replace(batch, narrows=True)
+            batch = replace(batch, kept=wanted)
         return last(hidden, residual, batch)

@@ -62,6 +62,16 @@ def test_tokens_that_the_last_layer_goes_on_with(name, tiny, open_llm, monkeypat
     assert seen == {"before": [15, 3], "last": [15, 3]}
 
 
+def test_a_layer_that_narrows_one_of_two_is_told(tiny, open_llm, monkeypatch):
+    """With a single prompt the one row left would fit any number of others."""
+    llm = open_llm(tiny("llama"), block_size=4)
+    *_, last = llm.engine.executor.runner.model.layers
+    monkeypatch.setattr(last.self_attn, "forward", lambda x, batch: x)
+    [output] = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=2))
+    assert output.outputs[0].finish_reason == "error"
+    assert "call batch.narrow on what attention gives and on the residual" in (output.outputs[0].error or "")
+
+
 def test_a_chunk_that_gives_no_token(tiny, open_llm):
     """Nothing of the step is asked for, and what it writes is needed all the same."""
     model = tiny("qwen3")
