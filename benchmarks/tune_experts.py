@@ -75,14 +75,7 @@ def candidates(now: Tile, few: bool) -> list[tuple[str, Tile]]:
     if not few:
         found += [("both", Tile(up=(64, 64), down=(128, 64), warps=4, stages=n)) for n in (3, 4)]
         found += [("both", Tile(up=(128, 64), down=(128, 64), warps=8, stages=4))]
-        tma = partial(Tile, tma=True)
-        for stages in (3, 4):
-            found += [
-                ("both", tma((128, 64), (n, 64), 8, stages, persistent=persistent))
-                for n in (128, 256)
-                for persistent in (False, True)
-            ]
-            found += [("both", tma((64, 64), (128, 64), warps, stages)) for warps in (4, 8)]
+        found += [("both", Tile((128, 64), (n, 64), 8, stages, tma=True)) for n in (128, 256) for stages in (3, 4)]
     return [(part, tile) for part, tile in found if tile != now]
 
 

@@ -98,7 +98,6 @@ def test_every_tile_size_gives_the_same(per_tile: int, hidden: int, size: int, m
     torch.testing.assert_close(fused_experts(**halved(args)).float(), REFERENCE(**args), atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "experts", "hidden", "size", "up", "down"),
     [
@@ -108,7 +107,6 @@ def test_every_tile_size_gives_the_same(per_tile: int, hidden: int, size: int, m
     ],
 )
 def test_tma_copies_the_same_weights(
-    persistent: bool,
     tokens: int,
     experts: int,
     hidden: int,
@@ -119,7 +117,7 @@ def test_tma_copies_the_same_weights(
 ) -> None:
     """Blocks that reach beyond an expert, tiles that are not full, an expert that nobody chose, and NaN behind all."""
     monkeypatch.setattr(module, "choices_per_tile", lambda choices, experts: 64)
-    monkeypatch.setitem(module.TILES, 64, Tile(up, down, 4, 2, tma=True, persistent=persistent))
+    monkeypatch.setitem(module.TILES, 64, Tile(up, down, 4, 2, tma=True))
     monkeypatch.setattr(module, "gate_up_kernel", None)
     args = expert_inputs(tokens, experts, hidden, size)
     args["slots"][args["slots"] == experts - 1] = -1

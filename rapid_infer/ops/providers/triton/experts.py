@@ -23,7 +23,7 @@ COMBINED = 1024
 class Tile:
     """Outputs of a program, and the inputs it takes at a time; `up` for gate and up, `down` for down.
 
-    tma: tiles of weights are copied by TMA where it can. persistent, with it: a program for each multiprocessor.
+    tma: TMA copies tiles of weights where it can, for a program on each multiprocessor.
     """
 
     up: tuple[int, int]
@@ -31,7 +31,6 @@ class Tile:
     warps: int
     stages: int
     tma: bool = False
-    persistent: bool = False
 
 
 # By choices of a tile. Few choices: bound by memory, many small programs; many: by arithmetic.
@@ -39,7 +38,7 @@ TILES = {
     16: Tile(up=(32, 128), down=(32, 128), warps=4, stages=4),
     32: Tile(up=(64, 64), down=(64, 128), warps=4, stages=4),
     64: Tile(up=(64, 64), down=(128, 64), warps=4, stages=4),
-    128: Tile(up=(128, 64), down=(256, 64), warps=8, stages=4),
+    128: Tile(up=(128, 64), down=(256, 64), warps=8, stages=4, tma=True),
 }
 ALONE = Tile(up=(64, 128), down=(32, 256), warps=4, stages=4)
 """A single token's choices, each with a tile of 16 to itself. All as `benchmarks/tune_experts.py` found on an H200."""
@@ -86,17 +85,17 @@ def fused_experts(
     (up_n, up_k), (down_n, down_k) = tile.up, tile.down
     up_programs, down_programs = tiles * triton.cdiv(size, up_n), tiles * triton.cdiv(hidden, down_n)
     if tile.tma and not alone and can_copy(gate_up, down):
-        most = num_multiprocessors(x.device) if tile.persistent else max(up_programs, down_programs)
+        most = num_multiprocessors(x.device)
         both = TensorDescriptor.from_tensor(gate_up.view(2 * experts, size, hidden), [2, up_n, up_k])
         gate_up_tma_kernel[(min(up_programs, most),)](
             x, both, inner, slots, *tables, x.stride(0), tiles, size, hidden,
-            TOP_K=top_k, N=up_n, K=up_k, EVEN_K=hidden % up_k == 0, PERSISTENT=tile.persistent, **shared_options,
+            TOP_K=top_k, N=up_n, K=up_k, EVEN_K=hidden % up_k == 0, **shared_options,
         )  # fmt: skip
         down_tma_kernel[(min(down_programs, most),)](
             TensorDescriptor.from_tensor(inner, [per_tile, down_k]),
             TensorDescriptor.from_tensor(down, [1, down_n, down_k]),
             values, slots, *tables, tiles, size, hidden,
-            N=down_n, K=down_k, PERSISTENT=tile.persistent, **shared_options,
+            N=down_n, K=down_k, **shared_options,
         )  # fmt: skip
     else:
         gate_up_kernel[(up_programs,)](

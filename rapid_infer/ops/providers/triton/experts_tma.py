@@ -1,6 +1,6 @@
 """The grouped products of experts_kernels for tiles of many choices, with weights that TMA copies.
 
-PERSISTENT: a program takes one (tile, block of outputs) after another, and copies for the next while it ends the last.
+A program takes one (tile, block of outputs) after another, and copies for the next while it ends the last.
 """
 
 from __future__ import annotations
@@ -30,21 +30,16 @@ def _needed(expert_ptr, tiles):
 def gate_up_tma_kernel(
     x_ptr, weight, out_ptr, slots_ptr, order_ptr, expert_ptr, first_ptr, last_ptr, x_stride, tiles, size, hidden,
     TOP_K: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
-    EVEN_K: tl.constexpr, PERSISTENT: tl.constexpr, PDL: tl.constexpr,
+    EVEN_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`weight` describes `[experts * 2, size, hidden]` in tiles `[2, N, K]`: gate and up are one product."""
     start_next(PDL)
     first, blocks = tl.program_id(0), tl.cdiv(size, N)
-    end, step = first + 1, 1
     wait_previous(PDL)
-    if PERSISTENT:
-        tiles = _needed(expert_ptr, tiles)
-        end, step = tiles * blocks, tl.num_programs(0)
-    elif tl.load(expert_ptr + position(first, tiles, blocks, GROUP)[0]) < 0:
-        return
+    tiles = _needed(expert_ptr, tiles)
     ended = first
     # The loops become one only if no bound of the inner depends on the outer: hence no tile that is not needed.
-    for program in tl.range(first, end, step, flatten=PERSISTENT):
+    for program in tl.range(first, tiles * blocks, tl.num_programs(0), flatten=True):
         tile, block = position(program, tiles, blocks, GROUP)
         expert, place, inside, choice = choices_of(
             slots_ptr, order_ptr, expert_ptr, first_ptr, last_ptr, tile, M, False
@@ -58,11 +53,10 @@ def gate_up_tma_kernel(
             else:
                 x = tl.load(x_at + at, mask=inside[:, None] & (k < hidden - at)[None, :], other=0.0)
             both = matmul(x, weight.load([2 * expert, block * N, at]).reshape(2 * N, K).T, both)
-        if PERSISTENT:
-            # Found again, as every stage of the one loop would have to keep it.
-            tile, block = position(ended, tiles, blocks, GROUP)
-            _, place, inside, _ = choices_of(slots_ptr, order_ptr, expert_ptr, first_ptr, last_ptr, tile, M, False)
-            ended += step
+        # Found again, as every stage of the one loop would have to keep it.
+        tile, block = position(ended, tiles, blocks, GROUP)
+        _, place, inside, _ = choices_of(slots_ptr, order_ptr, expert_ptr, first_ptr, last_ptr, tile, M, False)
+        ended += tl.num_programs(0)
         gate, up = both.reshape(M, 2, N).permute(0, 2, 1).split()
         write(gate * tl.sigmoid(gate) * up, out_ptr, place, size, block * N + tl.arange(0, N), inside)
 
@@ -71,7 +65,7 @@ def gate_up_tma_kernel(
 def down_tma_kernel(
     x, weight, out_ptr, slots_ptr, order_ptr, expert_ptr, first_ptr, last_ptr, tiles, size, hidden,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
-    PERSISTENT: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """`x` describes `[choices, size]` in tiles `[M, K]`, `weight` `[experts, hidden, size]` in tiles `[1, N, K]`.
 
@@ -79,22 +73,16 @@ def down_tma_kernel(
     """
     start_next(PDL)
     first, blocks = tl.program_id(0), tl.cdiv(hidden, N)
-    end, step = first + 1, 1
     wait_previous(PDL)
-    if PERSISTENT:
-        tiles = _needed(expert_ptr, tiles)
-        end, step = tiles * blocks, tl.num_programs(0)
-    elif tl.load(expert_ptr + position(first, tiles, blocks, GROUP)[0]) < 0:
-        return
+    tiles = _needed(expert_ptr, tiles)
     ended = first
-    for program in tl.range(first, end, step, flatten=PERSISTENT):
+    for program in tl.range(first, tiles * blocks, tl.num_programs(0), flatten=True):
         tile, block = position(program, tiles, blocks, GROUP)
         expert, row = tl.load(expert_ptr + tile), tl.load(first_ptr + tile)
         acc = tl.zeros([M, N], tl.float32)
         for at in range(0, size, K):
             acc = matmul(x.load([row, at]), weight.load([expert, block * N, at]).reshape(N, K).T, acc)
-        if PERSISTENT:
-            tile, block = position(ended, tiles, blocks, GROUP)
-            ended += step
+        tile, block = position(ended, tiles, blocks, GROUP)
+        ended += tl.num_programs(0)
         _, _, inside, choice = choices_of(slots_ptr, order_ptr, expert_ptr, first_ptr, last_ptr, tile, M, False)
         write(acc, out_ptr, choice, hidden, block * N + tl.arange(0, N), inside)
