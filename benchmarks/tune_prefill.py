@@ -18,7 +18,7 @@ from common.prefill_cases import HEAD_DIM, HEADS, HOPPER, Task, candidates, cudn
 from torch import Tensor
 
 from rapid_infer.ops.providers.triton import attention_prefill
-from rapid_infer.ops.providers.triton.attention_prefill_config import PrefillConfig, choose
+from rapid_infer.ops.providers.triton.attention_prefill_config import PrefillConfig, choose, has_hopper_kernel
 from rapid_infer.ops.providers.triton.attention_tile import score_scales, tile_constants
 
 EXAMPLES = """\
@@ -112,7 +112,8 @@ def measure(task: Task, configs: list[PrefillConfig], failed: dict[Any, str], sm
     base["fa3"] = baseline(task, lambda: flash(case))
     for name, row in base.items():
         show("", row, name)
-    today = choose(sum(task.query_lens), task.heads, HEAD_DIM, torch.bfloat16, True, sms)
+    hopper = has_hopper_kernel(torch.device("cuda"))
+    today = choose(sum(task.query_lens), task.heads, HEAD_DIM, torch.bfloat16, True, sms, hopper)
     rows = []
     for config in configs if today in configs else [*configs, today]:
         row: dict[str, Any] = {"config": asdict(config), "line": line(config)}
@@ -140,7 +141,6 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="three cases with 32/8 heads, fewer candidates")
     parser.add_argument("--only", metavar="NAMES", help=f"of {','.join(dict.fromkeys(t.name for t in tasks()))}")
     parser.add_argument("--heads", type=int, metavar="N", help=f"of {','.join(str(h) for h, _ in HEADS)}")
-    parser.add_argument("--hopper", action="store_true", help="also the kernel in Gluon for SM 90")
     parser.add_argument("--workers", type=int, default=16, metavar="N", help="compiling processes (default 16)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON with every time")
     ns = parser.parse_args()
@@ -151,7 +151,7 @@ def main() -> int:
         parser.error("needs a GPU, and names as --help lists them")
     torch.manual_seed(0)
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    configs = candidates(ns.quick) + HOPPER * ns.hopper
+    configs = candidates(ns.quick) + HOPPER * has_hopper_kernel(torch.device("cuda"))
     jobs = [(h, kv, config) for h, kv in dict.fromkeys((t.heads, t.kv_heads) for t in chosen) for config in configs]
     started = time.perf_counter()
     with multiprocessing.get_context("spawn").Pool(min(ns.workers, len(jobs))) as pool:

@@ -62,7 +62,7 @@ def tasks() -> list[Task]:
 
 
 HOPPER = [PrefillConfig(128, 64, 4, stages, tma=True, hopper=True) for stages in (2, 3, 4)]
-"""A kernel that has not run before may not end: only asked for."""
+"""The kernel in Gluon, for SM 90 alone."""
 
 
 def candidates(quick: bool) -> list[PrefillConfig]:

@@ -32,7 +32,7 @@ CONFIGS = {
     "pointers": PrefillConfig(128, 64, warps=8, stages=3),
     "tma": PrefillConfig(128, 64, warps=8, stages=3, tma=True),
     "few": PrefillConfig(64, 64, warps=4, stages=2, tma=True),
-    "hopper": PrefillConfig(128, 64, warps=4, stages=3, tma=True, hopper=True),
+    "hopper": PrefillConfig(128, 64, warps=4, stages=2, tma=True, hopper=True),
 }
 VARIANTS: tuple[dict[str, Any], ...] = (
     {},

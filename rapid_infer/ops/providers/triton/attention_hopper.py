@@ -48,23 +48,47 @@ def _span(first_position, tokens, window, TILE: gl.constexpr, WINDOW: gl.constex
 
 
 @gluon.jit
+def _place(n, STAGES: gl.constexpr):
+    """(stage, phase of its barriers) of the n-th tile that is copied. Unsigned, since divisions are cheaper then."""
+    n = n.to(gl.uint32)
+    return (n % STAGES).to(gl.int32), (n // STAGES & 1).to(gl.int32)
+
+
+@gluon.jit
 def _copy_partition(
-    k_tiles, v_tiles, k_bufs, v_bufs, k_ready, v_ready, k_free, v_free, table, column, begin, tiles, keys,
-    TILE: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
+    k_tiles, v_tiles, k_bufs, v_bufs, k_ready, v_ready, k_free, v_free, table_ptr, plan_ptr, table_stride, item, items,
+    window, DIM: gl.constexpr, TILE: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
+    HEADS: gl.constexpr, ENTRY: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Copies the tiles of a row, the last first. What lies past the last key is left out as `attend_pages` does."""
-    for i in range(tiles - begin):
-        first = (tiles - 1 - i) * TILE
-        block = gl.load(table + first // BLOCK_SIZE)
-        slot = first % BLOCK_SIZE - gl.maximum(first + TILE - keys, 0)
-        stage = i % STAGES
-        free = (i // STAGES & 1) ^ 1
-        mbarrier.wait(k_free.index(stage), free)
-        mbarrier.expect(k_ready.index(stage), k_tiles.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_tiles, [block, slot, column], k_ready.index(stage), k_bufs.index(stage))
-        mbarrier.wait(v_free.index(stage), free)
-        mbarrier.expect(v_ready.index(stage), v_tiles.block_type.nbytes)
-        tma.async_copy_global_to_shared(v_tiles, [block, slot, column], v_ready.index(stage), v_bufs.index(stage))
+    """Copies the tiles of keys of each item, the last first. What lies past the last key is left out as `attend_pages`
+    does.
+    """
+    copied = item * 0
+    for at in range(item, items, gl.num_programs(0)):
+        entry = plan_ptr + at // HEADS * ENTRY
+        column = at % HEADS * DIM
+        tokens = gl.load(entry + 1)
+        if tokens > 0:
+            first_position = gl.load(entry + 2)
+            keys = gl.load(entry + 3)
+            table = table_ptr + gl.load(entry + 4).to(gl.int64) * table_stride
+            begin, _, _, tiles = _span(first_position, tokens, window, TILE, WINDOW)
+            for i in range(tiles - begin):
+                first = (tiles - 1 - i) * TILE
+                block = gl.load(table + first // BLOCK_SIZE)
+                slot = first % BLOCK_SIZE - gl.maximum(first + TILE - keys, 0)
+                stage, phase = _place(copied + i, STAGES)
+                mbarrier.wait(k_free.index(stage), phase ^ 1)
+                mbarrier.expect(k_ready.index(stage), k_tiles.block_type.nbytes)
+                tma.async_copy_global_to_shared(
+                    k_tiles, [block, slot, column], k_ready.index(stage), k_bufs.index(stage)
+                )
+                mbarrier.wait(v_free.index(stage), phase ^ 1)
+                mbarrier.expect(v_ready.index(stage), v_tiles.block_type.nbytes)
+                tma.async_copy_global_to_shared(
+                    v_tiles, [block, slot, column], v_ready.index(stage), v_bufs.index(stage)
+                )
+            copied += tiles - begin
 
 
 @gluon.jit
@@ -94,21 +118,24 @@ def _weigh(
 
 @gluon.jit
 def _steps(
-    acc, weight, top, total, i, stop, q, k_bufs, v_bufs, k_ready, v_ready, k_free, v_free, tiles, keys, position,
+    acc, weight, top, total, i, stop, base, q, k_bufs, v_bufs, k_ready, v_ready, k_free, v_free, tiles, keys, position,
     window, scale, cap, score_layout: gl.constexpr, acc_layout: gl.constexpr, weight_layout: gl.constexpr,
     DIM: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     MASKED: gl.constexpr, WINDOW: gl.constexpr, CAP: gl.constexpr,
 ):  # fmt: skip
-    """The tiles from the `i`-th copied up to `stop`: each one's scores, and the values of the one before."""
+    """The item's tiles from the `i`-th up to `stop`: each one's scores, and the values of the one before.
+
+    `base` tiles of other items were copied before.
+    """
     zeros = gl.zeros([ROWS, TILE], gl.float32, layout=score_layout)
     for n in range(i, stop):
-        stage = n % STAGES
+        stage, phase = _place(base + n, STAGES)
         k = k_bufs.index(stage).reshape([TILE, DIM])
-        mbarrier.wait(k_ready.index(stage), n // STAGES & 1)
+        mbarrier.wait(k_ready.index(stage), phase)
         score = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        stage_2 = (n - 1) % STAGES
+        stage_2, phase_2 = _place(base + n - 1, STAGES)
         v = v_bufs.index(stage_2).reshape([TILE, DIM])
-        mbarrier.wait(v_ready.index(stage_2), (n - 1) // STAGES & 1)
+        mbarrier.wait(v_ready.index(stage_2), phase_2)
         acc = warpgroup_mma(weight, v, acc, is_async=True)
         score = warpgroup_mma_wait(1, deps=[score])
         gl.thread_barrier()
@@ -120,7 +147,7 @@ def _steps(
         )  # fmt: skip
         next_weight = gl.convert_layout(next_weight.to(q.dtype), weight_layout)
         # Does not wait: the loop in it is what ptxas moves no instruction past, or it would weigh after the product.
-        mbarrier.wait(v_ready.index(stage_2), (n - 1) // STAGES & 1)
+        mbarrier.wait(v_ready.index(stage_2), phase_2)
         acc, weight = warpgroup_mma_wait(0, deps=[acc, weight])
         gl.thread_barrier()
         mbarrier.arrive(v_free.index(stage_2), count=1)
@@ -130,29 +157,41 @@ def _steps(
 
 
 @gluon.jit
-def _compute_partition(
-    q_ptr, out_ptr, lse_ptr, sinks_ptr, k_bufs, v_bufs, k_ready, v_ready, k_free, v_free,
-    q_stride, q_head_stride, out_stride, head, start, tokens, first_position, keys, begin, entered, full, tiles,
+def _where(start, tokens, head, PART: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, LAYOUT: gl.constexpr):
+    """(token, query head, dim, which of them exist) of the PART-th queries of an item."""
+    index = PART * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, LAYOUT))
+    real = (index // GROUP < tokens)[:, None] & (dim < DIM)[None, :]
+    return (start + index // GROUP).to(gl.int64), head * GROUP + index % GROUP, dim, real
+
+
+@gluon.jit
+def _queries(
+    q_ptr, plan_ptr, at, q_stride, q_head_stride, PART: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
+    HEADS: gl.constexpr, ENTRY: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The PART-th queries of item `at`."""
+    entry = plan_ptr + at // HEADS * ENTRY
+    token, head, dim, real = _where(gl.load(entry), gl.load(entry + 1), at % HEADS, PART, GROUP, DIM, LAYOUT)
+    return gl.load(q_ptr + (token * q_stride + head * q_head_stride)[:, None] + dim[None, :], mask=real, other=0.0)
+
+
+@gluon.jit
+def _compute_item(
+    q, next_item, plan_ptr, q_ptr, out_ptr, lse_ptr, sinks_ptr, k_bufs, v_bufs, k_ready, v_ready, k_free, v_free,
+    q_stride, q_head_stride, out_stride, base, head, start, tokens, first_position, keys,
+    begin, entered, full, tiles,
     window, scale, cap, PART: gl.constexpr, GROUP: gl.constexpr,
     DIM: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+    HEADS: gl.constexpr, ENTRY: gl.constexpr, LAYOUT: gl.constexpr,
     WINDOW: gl.constexpr, CAP: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
-    """The PART-th 64 query heads."""
+    """The PART-th 64 query heads `q` of an item; returns those of the next, loaded while this one ends."""
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     q_layout: gl.constexpr = gl.DotOperandLayout(0, score_layout, 2)
     weight_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    # Where the queries lie in memory.
-    index = PART * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, wide))
-    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, wide))
-    real = (index // GROUP < tokens)[:, None] & (dim < DIM)[None, :]
-    at = (start + index // GROUP).to(gl.int64)
-    query_head = head * GROUP + index % GROUP
-    q = gl.load(
-        q_ptr + (at * q_stride + query_head * q_head_stride)[:, None] + dim[None, :], mask=real, other=0.0
-    )  # fmt: skip
     q = gl.convert_layout(q, q_layout)
     row = PART * ROWS + gl.arange(0, ROWS, layout=row_layout)
     position = first_position + gl.minimum(row // GROUP, tokens - 1)
@@ -160,13 +199,14 @@ def _compute_partition(
     top = gl.full([ROWS], float("-inf"), gl.float32, layout=row_layout)
     total = gl.zeros([ROWS], gl.float32, layout=row_layout)
     # The first tile's scores, before there are weights.
-    mbarrier.wait(k_ready.index(0), 0)
+    stage, phase = _place(base, STAGES)
+    mbarrier.wait(k_ready.index(stage), phase)
     zeros = gl.zeros([ROWS, TILE], gl.float32, layout=score_layout)
-    k = k_bufs.index(0).reshape([TILE, DIM])
+    k = k_bufs.index(stage).reshape([TILE, DIM])
     score = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     score = warpgroup_mma_wait(0, deps=[score])
     gl.thread_barrier()
-    mbarrier.arrive(k_free.index(0), count=1)
+    mbarrier.arrive(k_free.index(stage), count=1)
     first = (tiles - 1) * TILE
     early = gl.maximum(first + TILE - keys, 0)
     weight, top, total, shrink = _weigh(
@@ -176,23 +216,27 @@ def _compute_partition(
     diagonal = gl.maximum(tiles - full, 1)
     inside = gl.maximum(tiles - entered, diagonal)
     acc, weight, top, total = _steps(
-        acc, weight, top, total, 1, diagonal, q, k_bufs, v_bufs, k_ready, v_ready, k_free, v_free, tiles, keys,
+        acc, weight, top, total, 1, diagonal, base, q, k_bufs, v_bufs, k_ready, v_ready, k_free, v_free, tiles, keys,
         position, window, scale, cap, score_layout, acc_layout, weight_layout, DIM, TILE, STAGES, True, WINDOW, CAP,
     )  # fmt: skip
     acc, weight, top, total = _steps(
-        acc, weight, top, total, diagonal, inside, q, k_bufs, v_bufs, k_ready, v_ready, k_free, v_free, tiles, keys,
-        position, window, scale, cap, score_layout, acc_layout, weight_layout, DIM, TILE, STAGES, False, False, CAP,
+        acc, weight, top, total, diagonal, inside, base, q, k_bufs, v_bufs, k_ready, v_ready, k_free, v_free,
+        tiles, keys, position, window, scale, cap, score_layout, acc_layout, weight_layout,
+        DIM, TILE, STAGES, False, False, CAP,
     )  # fmt: skip
     if WINDOW:
         acc, weight, top, total = _steps(
-            acc, weight, top, total, inside, tiles - begin, q, k_bufs, v_bufs, k_ready, v_ready, k_free, v_free,
+            acc, weight, top, total, inside, tiles - begin, base, q, k_bufs, v_bufs, k_ready, v_ready, k_free, v_free,
             tiles, keys, position, window, scale, cap, score_layout, acc_layout, weight_layout,
             DIM, TILE, STAGES, True, True, CAP,
         )  # fmt: skip
-    last = tiles - begin - 1
-    mbarrier.wait(v_ready.index(last % STAGES), last // STAGES & 1)
-    v = v_bufs.index(last % STAGES).reshape([TILE, DIM])
+    last, phase = _place(base + tiles - begin - 1, STAGES)
+    mbarrier.wait(v_ready.index(last), phase)
+    v = v_bufs.index(last).reshape([TILE, DIM])
     acc = warpgroup_mma(weight, v, acc, is_async=True)
+    next_q = _queries(
+        q_ptr, plan_ptr, next_item, q_stride, q_head_stride, PART, GROUP, DIM, HEADS, ENTRY, LAYOUT
+    )  # fmt: skip
     exists = row // GROUP < tokens
     head_of_row = head * GROUP + row % GROUP
     if SINKS:
@@ -209,29 +253,60 @@ def _compute_partition(
         to = (start + row // GROUP).to(gl.int64) * (out_stride // DIM) + head_of_row
         gl.store(lse_ptr + to, (top + gl.log2(total)) * _LN2, mask=exists)
     acc, weight = warpgroup_mma_wait(0, deps=[acc, weight])
+    gl.thread_barrier()
+    mbarrier.arrive(v_free.index(last), count=1)
     out = acc * gl.convert_layout(factor, gl.SliceLayout(1, acc_layout))[:, None]
-    out = gl.convert_layout(out.to(out_ptr.dtype.element_ty), wide)
-    gl.store(out_ptr + (at * out_stride + query_head * DIM)[:, None] + dim[None, :], out, mask=real)
+    out = gl.convert_layout(out.to(out_ptr.dtype.element_ty), LAYOUT)
+    token, query_head, dim, real = _where(start, tokens, head, PART, GROUP, DIM, LAYOUT)
+    gl.store(out_ptr + (token * out_stride + query_head * DIM)[:, None] + dim[None, :], out, mask=real)
+    return next_q
+
+
+@gluon.jit
+def _compute_partition(
+    q_ptr, out_ptr, lse_ptr, sinks_ptr, k_bufs, v_bufs, k_ready, v_ready, k_free, v_free, plan_ptr,
+    q_stride, q_head_stride, out_stride, item, items,
+    window, scale, cap, PART: gl.constexpr, GROUP: gl.constexpr,
+    DIM: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, HEADS: gl.constexpr, ENTRY: gl.constexpr,
+    WINDOW: gl.constexpr, CAP: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
+):  # fmt: skip
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    q = _queries(q_ptr, plan_ptr, item, q_stride, q_head_stride, PART, GROUP, DIM, HEADS, ENTRY, wide)
+    base = item * 0
+    for at in range(item, items, gl.num_programs(0)):
+        entry = plan_ptr + at // HEADS * ENTRY
+        tokens = gl.load(entry + 1)
+        next_item = gl.minimum(at + gl.num_programs(0), items - 1)
+        if tokens > 0:
+            first_position = gl.load(entry + 2)
+            begin, entered, full, tiles = _span(first_position, tokens, window, TILE, WINDOW)
+            q = _compute_item(
+                q, next_item, plan_ptr, q_ptr, out_ptr, lse_ptr, sinks_ptr,
+                k_bufs, v_bufs, k_ready, v_ready, k_free, v_free,
+                q_stride, q_head_stride, out_stride, base, at % HEADS, gl.load(entry), tokens, first_position,
+                gl.load(entry + 3), begin, entered, full, tiles, window, scale, cap,
+                PART, GROUP, DIM, TILE, STAGES, HEADS, ENTRY, wide, WINDOW, CAP, SINKS, LSE,
+            )  # fmt: skip
+            base += tiles - begin
+        else:
+            q = _queries(q_ptr, plan_ptr, next_item, q_stride, q_head_stride, PART, GROUP, DIM, HEADS, ENTRY, wide)
 
 
 @gluon.jit(do_not_specialize=["table_ptr", "table_stride"])
 def hopper_kernel(
     q_ptr, k_tiles, v_tiles, out_ptr, lse_ptr, sinks_ptr, table_ptr, plan_ptr,
     q_stride, q_head_stride, out_stride, table_stride, window, scale, cap,
-    GROUP: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
-    ENTRY: gl.constexpr, WINDOW: gl.constexpr, CAP: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
-    PDL: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    STAGES: gl.constexpr, ENTRY: gl.constexpr,
+    WINDOW: gl.constexpr, CAP: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """128 query heads, a whole number of tokens. Arguments as of the Triton kernel."""
+    """Items are a kv head and a tile of 128 query heads, a whole number of tokens: each program takes one after
+    another, and copies keys of the next while it ends one. Arguments as of the Triton kernel.
+    """
     _grid_wait(PDL)
-    head = gl.program_id(0)
-    plan_ptr += gl.program_id(1) * ENTRY
-    tokens = gl.load(plan_ptr + 1)
-    if tokens > 0:
-        start = gl.load(plan_ptr)
-        first_position = gl.load(plan_ptr + 2)
-        keys = gl.load(plan_ptr + 3)
-        table = table_ptr + gl.load(plan_ptr + 4).to(gl.int64) * table_stride
+    item = gl.program_id(0)
+    items = gl.load(plan_ptr + 6) * HEADS
+    if item < items:
         k_bufs = gl.allocate_shared_memory(k_tiles.dtype, [STAGES, 1, TILE, DIM], k_tiles.layout)
         v_bufs = gl.allocate_shared_memory(v_tiles.dtype, [STAGES, 1, TILE, DIM], v_tiles.layout)
         k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -245,24 +320,21 @@ def hopper_kernel(
             mbarrier.init(k_free.index(i), count=2)
             mbarrier.init(v_free.index(i), count=2)
         fence_async_shared()
-        begin, entered, full, tiles = _span(first_position, tokens, window, TILE, WINDOW)
         gl.warp_specialize(
             [
                 (_compute_partition, (
-                    q_ptr, out_ptr, lse_ptr, sinks_ptr, k_bufs, v_bufs, k_ready, v_ready, k_free, v_free,
-                    q_stride, q_head_stride, out_stride, head, start, tokens, first_position, keys,
-                    begin, entered, full, tiles, window, scale, cap,
-                    0, GROUP, DIM, TILE, STAGES, WINDOW, CAP, SINKS, LSE,
+                    q_ptr, out_ptr, lse_ptr, sinks_ptr, k_bufs, v_bufs, k_ready, v_ready, k_free, v_free, plan_ptr,
+                    q_stride, q_head_stride, out_stride, item, items, window, scale, cap,
+                    0, GROUP, DIM, TILE, STAGES, HEADS, ENTRY, WINDOW, CAP, SINKS, LSE,
                 )),
                 (_compute_partition, (
-                    q_ptr, out_ptr, lse_ptr, sinks_ptr, k_bufs, v_bufs, k_ready, v_ready, k_free, v_free,
-                    q_stride, q_head_stride, out_stride, head, start, tokens, first_position, keys,
-                    begin, entered, full, tiles, window, scale, cap,
-                    1, GROUP, DIM, TILE, STAGES, WINDOW, CAP, SINKS, LSE,
+                    q_ptr, out_ptr, lse_ptr, sinks_ptr, k_bufs, v_bufs, k_ready, v_ready, k_free, v_free, plan_ptr,
+                    q_stride, q_head_stride, out_stride, item, items, window, scale, cap,
+                    1, GROUP, DIM, TILE, STAGES, HEADS, ENTRY, WINDOW, CAP, SINKS, LSE,
                 )),
                 (_copy_partition, (
-                    k_tiles, v_tiles, k_bufs, v_bufs, k_ready, v_ready, k_free, v_free, table, head * DIM,
-                    begin, tiles, keys, TILE, BLOCK_SIZE, STAGES,
+                    k_tiles, v_tiles, k_bufs, v_bufs, k_ready, v_ready, k_free, v_free, table_ptr, plan_ptr,
+                    table_stride, item, items, window, DIM, TILE, BLOCK_SIZE, STAGES, HEADS, ENTRY, WINDOW,
                 )),
             ],
             [4, 1],

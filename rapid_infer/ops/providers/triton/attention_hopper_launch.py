@@ -12,7 +12,7 @@ from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.providers.triton.attention_hopper import hopper_kernel
 from rapid_infer.ops.providers.triton.attention_prefill_config import PrefillConfig, tma_view
 from rapid_infer.ops.providers.triton.attention_prefill_plan import ENTRY
-from rapid_infer.ops.providers.triton.launch import options
+from rapid_infer.ops.providers.triton.launch import num_multiprocessors, options
 
 REGISTERS = 168
 """Of a thread when the kernel starts: all of a multiprocessor's, for twelve warps."""
@@ -38,10 +38,12 @@ def prefill_hopper(
         TensorDescriptor.from_tensor(tma_view(cache, config.keys), [1, config.keys, dim], layout)
         for cache in (k_cache, v_cache)
     ]
-    hopper_kernel[(kv_heads, plan.shape[0])](
+    programs = min(kv_heads * plan.shape[0], num_multiprocessors(q.device))
+    hopper_kernel[(programs,)](
         q, *tiles, out, lse if lse is not None else out, sinks if sinks is not None else q, metadata.block_table, plan,
         q.stride(0), q.stride(1), out.stride(0), metadata.block_table.stride(0), window or 0,
-        GROUP=q.shape[1] // kv_heads, DIM=dim, TILE=config.keys, BLOCK_SIZE=block_size, STAGES=config.stages,
-        ENTRY=ENTRY.value, WINDOW=window is not None, SINKS=sinks is not None, LSE=lse is not None,
+        HEADS=kv_heads, GROUP=q.shape[1] // kv_heads, DIM=dim, TILE=config.keys, BLOCK_SIZE=block_size,
+        STAGES=config.stages, ENTRY=ENTRY.value,
+        WINDOW=window is not None, SINKS=sinks is not None, LSE=lse is not None,
         num_warps=4, maxnreg=REGISTERS, **scales, **options(q),
     )  # fmt: skip
