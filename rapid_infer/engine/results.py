@@ -36,7 +36,8 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class StepOutputs:
-    """New tokens as parallel lists (a request at most once per step), and the requests that ended.
+    """New tokens as parallel lists (a request at most once per step), and the requests that ended. Only `add` changes
+    the lists, which others may hold.
 
     `logprobs` and `prompt_logprobs` hold only requests that asked for them; those of the prompt come in order, in
     pieces. `num_cached_tokens` holds the requests that have just started.
@@ -48,6 +49,11 @@ class StepOutputs:
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     num_cached_tokens: dict[str, int] = field(default_factory=dict)
+
+    def add(self, request_ids: list[str], token_ids: list[int]) -> None:
+        """The lists are kept as they are where there is nothing yet: a steady batch gives the same ids each time."""
+        self.request_ids = self.request_ids + request_ids if self.request_ids else request_ids
+        self.token_ids = self.token_ids + token_ids if self.token_ids else token_ids
 
     def end(self, request: Request) -> None:
         assert request.finish_reason is not None
@@ -63,8 +69,7 @@ def apply(scheduler: Scheduler, launch: Launch, result: StepResult, outputs: Ste
     if (steady := scheduler.steady_batch(launch)) is not None:
         taken = steady.take(result)
         if taken is not None:
-            outputs.request_ids += launch.sampled_ids
-            outputs.token_ids += taken
+            outputs.add(launch.sampled_ids, taken)
             return
         scheduler.end_steady()
     rows, owners = launch.sampled_rows, scheduler.rows
@@ -82,8 +87,7 @@ def apply(scheduler: Scheduler, launch: Launch, result: StepResult, outputs: Ste
     values = tokens.tolist()
     for request, token in zip(requests, values):
         request.output_token_ids.append(token)
-    outputs.request_ids += ids
-    outputs.token_ids += values
+    outputs.add(ids, values)
     for i in np.flatnonzero(ended):
         scheduler.finish(requests[i], FinishReason.STOP if stopped[i] else FinishReason.LENGTH)
         outputs.end(requests[i])
@@ -126,8 +130,7 @@ def _apply_others(
             continue
         token = int(result.token_ids[i])
         request.output_token_ids.append(token)
-        outputs.request_ids.append(request.request_id)
-        outputs.token_ids.append(token)
+        outputs.add([request.request_id], [token])
         if token in request.stop_token_ids or request.num_tokens >= request.limit:
             reason = FinishReason.STOP if token in request.stop_token_ids else FinishReason.LENGTH
             scheduler.finish(request, reason)

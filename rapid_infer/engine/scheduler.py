@@ -22,7 +22,6 @@ from rapid_infer.engine.plan_builder import PlanBuilder
 from rapid_infer.engine.request import Request, RequestStatus
 from rapid_infer.engine.rows import NOT_SHARED, Rows
 from rapid_infer.engine.steady import SteadyBatch
-from rapid_infer.engine.step_plan import I32
 from rapid_infer.outputs import FinishReason
 
 Ints = NDArray[np.int64]
@@ -62,7 +61,7 @@ class Scheduler:
     def schedule(self) -> Launch | None:
         """Plan the next step; None when no row can take a token now."""
         if self._steady is not None and not (self.waiting and self.rows.num_free):
-            launch = self._steady.next(self.last_step + 1, self.publish)
+            launch = self._steady.next(self.last_step + 1)
             if launch is not None:
                 self.last_step += 1
                 self.stats.steps += 1
@@ -71,8 +70,9 @@ class Scheduler:
         builder = PlanBuilder(len(self.cache.pools))
         order, grant = self._share_budget()
         order, grant, preempted = self._make_room(order, grant, builder)
-        # Before others are admitted, so that they already share the blocks that this step will fill.
-        self._publish_full(order, grant)
+        if self.waiting and self.rows.num_free:
+            # Whoever is admitted now already shares the blocks that this step will fill.
+            self._publish_full(order, grant)
         if not preempted:
             admitted, more = self._admit(int(grant.sum()), builder)
             order, grant = np.concatenate([order, admitted]), np.concatenate([grant, more])
@@ -172,10 +172,10 @@ class Scheduler:
         builder.add_row(row, hits * size, request)
         builder.add_blocks(row, 0, blocks)
         # For those admitted after it, as in `schedule`.
-        self.publish(row, hits * size + grant)
+        self._publish(row, hits * size + grant)
         return grant
 
-    def _hashes(self, request: Request, total: int, last_block: I32 | None = None) -> list[bytes]:
+    def _hashes(self, request: Request, total: int) -> list[bytes]:
         if request.share_key is None:
             return []
         size, chain = self.cache.block_size, request.block_hashes
@@ -183,8 +183,7 @@ class Scheduler:
             if not chain:
                 chain += self._hashed_before(request)
             parent = chain[-1] if chain else prefix.root(size, request.share_key)
-            tokens = request.tokens(len(chain) * size, total) if last_block is None else last_block
-            prefix.extend(chain, parent, tokens, size)
+            prefix.extend(chain, parent, request.tokens(len(chain) * size, total), size)
         return chain
 
     def _hashed_before(self, request: Request) -> list[bytes]:
@@ -197,18 +196,17 @@ class Scheduler:
         same = int(differ.argmax()) if differ.any() else n
         return last.block_hashes[: same // self.cache.block_size]
 
-    def publish(self, row: int, computed: int, last_block: I32 | None = None) -> None:
+    def _publish(self, row: int, computed: int) -> None:
         """Name the row's blocks that are full of `computed` tokens which the host has seen.
 
-        `last_block`: the tokens of the last of these, where all before it have their hashes and the request has not
-        got these tokens yet.
+        Others can share them then. That is time enough when the row leaves, or somebody is admitted.
         """
         rows = self.rows
         request = rows.owner(row)
         start = int(rows.published[row])
         stop = min(computed, int(rows.collected[row])) // self.cache.block_size
         if stop > start:
-            hashes = self._hashes(request, stop * self.cache.block_size, last_block)
+            hashes = self._hashes(request, stop * self.cache.block_size)
             self.cache.publish(request.blocks, start, hashes[start:stop])
             rows.published[row] = stop
 
@@ -217,7 +215,7 @@ class Scheduler:
         stop = rows.computed[order] + grant
         full = np.minimum(stop, rows.collected[order]) // self.cache.block_size
         for i in np.flatnonzero(full > rows.published[order]):
-            self.publish(int(order[i]), int(stop[i]))
+            self._publish(int(order[i]), int(stop[i]))
 
     def _launch(self, order: Ints, grant: Ints, builder: PlanBuilder) -> Launch:
         rows = self.rows
@@ -256,6 +254,8 @@ class Scheduler:
         request.in_flight = int(self.rows.known[row] - self.rows.collected[row])
         request.num_preemptions += 1
         self.stats.preemptions += 1
+        # It will find them again when it comes back.
+        self._publish(request.row, int(self.rows.computed[request.row]))
         self._leave(request)
         request.status = RequestStatus.WAITING
         self.waiting.appendleft(request)
@@ -275,7 +275,7 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             if reason is not FinishReason.ERROR:
                 # With two steps in flight the last full block became known only now.
-                self.publish(request.row, int(self.rows.computed[request.row]))
+                self._publish(request.row, int(self.rows.computed[request.row]))
             self._order = self._order[self._order != request.row]
             self._leave(request)
         else:

@@ -5,22 +5,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import NDArray
 
 from rapid_infer.cache.manager import CacheManager
 from rapid_infer.engine.launch import Launch
-from rapid_infer.engine.rows import NOT_SHARED, Rows
-from rapid_infer.engine.step_plan import I32, NewBlocks, StepPlan, StepResult
+from rapid_infer.engine.rows import Rows
+from rapid_infer.engine.step_plan import NewBlocks, StepPlan, StepResult
 
 Ints = NDArray[np.int64]
 _NONE = np.zeros(0, np.int32)
 _LOGGED = 1024
 """Steps whose tokens are kept in one array before the requests get them."""
-Publish = Callable[[int, int, I32 | None], None]
-"""See `Scheduler.publish`."""
 
 
 class _Turns:
@@ -51,7 +47,7 @@ class SteadyBatch:
 
     def __init__(self, rows: Rows, cache: CacheManager, order: Ints, step: int) -> None:
         self._rows, self._cache, self._order, self._since = rows, cache, order, step
-        self._planned = self._taken = self._named = 0
+        self._planned = self._taken = 0
         self._batch_rows = order.astype(np.int32)
         self._ones = np.ones(len(order), np.int32)
         self._all = np.arange(len(order), dtype=np.int32)
@@ -67,15 +63,9 @@ class SteadyBatch:
         self._stop = stop if (stop >= 0).any() else None
         everyone = np.arange(len(order))
         self._needs_block = _Turns(everyone, rows.capacity[order] - self._computed + 1, cache.block_size)
-        shared = np.flatnonzero(rows.published[order] < NOT_SHARED)
-        until_full = (rows.published[order[shared]] + 1) * cache.block_size - self._known[shared]
-        self._fills_block = _Turns(shared, until_full, cache.block_size)
-        # Full as soon as results that were on their way when the batch began are here.
-        self._behind = shared[until_full <= 0].tolist()
         self._no_blocks = tuple(NewBlocks(_NONE, _NONE, _NONE) for _ in cache.pools)
         self._log = np.empty((_LOGGED, len(order)), np.int32)
         self._logged = 0
-        self._handed_over = [0] * len(order)
 
     @staticmethod
     def fits(plan: StepPlan, rows: Rows, order: Ints) -> bool:
@@ -86,7 +76,7 @@ class SteadyBatch:
     def planned(self, launch: Launch) -> bool:
         return launch.plan.step > self._since
 
-    def next(self, step: int, publish: Publish) -> Launch | None:
+    def next(self, step: int) -> Launch | None:
         """The next step, or None, with nothing changed, when it is not like the last: the scheduler must plan it."""
         # A row's last token is sampled, and never computed.
         if self._planned >= self._last_step:
@@ -96,7 +86,6 @@ class SteadyBatch:
             return None
         new_blocks = self._extend(short) if len(short) else self._no_blocks
         self._planned += 1
-        self._publish(publish)
         plan = StepPlan(
             step=step,
             rows=self._batch_rows,
@@ -136,9 +125,8 @@ class SteadyBatch:
         self._hand_over()
 
     def _hand_over(self) -> None:
-        for i, tokens in enumerate(self._log[: self._logged].T.tolist()):
-            self._requests[i].output_token_ids += tokens[self._handed_over[i] :]
-        self._handed_over = [0] * len(self._requests)
+        for request, tokens in zip(self._requests, self._log[: self._logged].T.tolist()):
+            request.output_token_ids += tokens
         self._logged = 0
 
     def _extend(self, short: Ints) -> tuple[NewBlocks, ...]:
@@ -154,31 +142,3 @@ class SteadyBatch:
             added.append(NewBlocks(batch_rows, columns, np.array(blocks, np.int32)))
         self._rows.capacity[self._order[short]] += self._cache.block_size
         return tuple(added)
-
-    def _publish(self, publish: Publish) -> None:
-        full: list[int] = []
-        if self._behind:
-            rows, size = self._rows, self._cache.block_size
-            full = [
-                i
-                for i in self._behind
-                if self._taken or rows.collected[self._order[i]] >= (rows.published[self._order[i]] + 1) * size
-            ]
-            self._behind = [i for i in self._behind if i not in full]
-        while self._named < self._taken:
-            self._named += 1
-            full += self._fills_block.at(self._named).tolist()
-        size = self._cache.block_size
-        for i in sorted(full):
-            row, request = int(self._order[i]), self._requests[i]
-            collected = int(self._known[i]) + self._taken
-            if self._taken:
-                self._rows.collected[row] = collected
-            stop = self._logged - collected % size
-            if stop >= size and len(request.block_hashes) == collected // size - 1:
-                block = self._log[stop - size : stop, i]
-            else:
-                block = None
-                request.output_token_ids += self._log[self._handed_over[i] : self._logged, i].tolist()
-                self._handed_over[i] = self._logged
-            publish(row, int(self._computed[i]) + self._planned, block)
