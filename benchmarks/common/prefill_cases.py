@@ -58,6 +58,7 @@ def tasks() -> list[Task]:
             found.append(Task(f"{n}x{rows}", (n,) * rows, (n,) * rows, heads, kv_heads))
         found.append(Task("mixed", _mixed(), _mixed(), heads, kv_heads))
         found.append(Task("chunk", (28672 + 4096,), (4096,), heads, kv_heads))
+        found.append(Task("turn", (32768 + 100,), (100,), heads, kv_heads))
     return found
 
 

@@ -1,5 +1,6 @@
 """Triton's attention beyond the generic test: how decode work is cut, padding rows, strides, and plans used again."""
 
+import itertools
 import math
 import random
 from itertools import pairwise
@@ -22,6 +23,7 @@ from rapid_infer.ops.providers.triton import (
     attention_prefill,
     attention_prefill_config,
     attention_prefill_plan,
+    attention_prefill_split,
     attention_tile,
 )
 from rapid_infer.ops.providers.triton.attention import paged_attention
@@ -38,6 +40,9 @@ OPTIONS: list[dict[str, Any]] = [
     {"window": 20, "soft_cap": 2.0, "sinks": True},
 ]
 
+# On a GPU TMA copies 16-bit types alone: see tests/gpu/test_prefill_attention.py.
+TMA = [False] if DEVICE == "cuda" else [False, True]
+
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
@@ -52,6 +57,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("QUERIES", "FEW_QUERIES", "FP32_QUERIES"):
         monkeypatch.setattr(attention_prefill_config, name, 16)
     monkeypatch.setattr(attention_prefill_config, "POINTER_KEYS", 16)
+    monkeypatch.setattr(attention_prefill_split, "MIN_TILES", 1)
     for module in (attention_prefill, attention_prefill_config):
         monkeypatch.setattr(module, "PAGE", 16)
 
@@ -191,11 +197,71 @@ def test_more_rows_than_are_counted_at_once(small: None, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize("tma", TMA)
 def test_ways_to_read_keys(options: dict[str, Any], tma: bool, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     config = attention_prefill_config.PrefillConfig(16, 16, warps=4, stages=2, tma=tma)
     monkeypatch.setattr(attention_prefill, "choose", lambda *_: config)
     check(make_case([33, 70, 96], [1, 70, 40], size=32), **options)
+
+
+def parts_of(metadata: AttentionMetadata) -> attention_prefill_split.Parts:
+    return next(plan for plan in metadata.plans.values() if isinstance(plan, attention_prefill_split.Parts))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("tma", TMA)
+def test_few_queries_over_many_keys(
+    options: dict[str, Any], tma: bool, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts with and without masks, and tiles of one part beside those of several; layers use the same room."""
+    config = attention_prefill_config.PrefillConfig(16, 16, warps=4, stages=2, tma=tma)
+    monkeypatch.setattr(attention_prefill, "choose", lambda *_: config)
+    for seq_lens, query_lens in (([300], [4]), ([33, 9, 200, 24], [1, 1, 3, 2]), ([150, 140], [8, 9])):
+        case = make_case(seq_lens, query_lens, heads=3, kv_heads=1, size=32)
+        check(case, **options)
+        parts = parts_of(case["metadata"])
+        assert not parts.arrived.any()
+        check(case, **options)
+
+
+def test_a_step_with_work_for_all_has_no_parts(small: None) -> None:
+    case = make_case([60], [60])
+    check(case)
+    with pytest.raises(StopIteration):
+        parts_of(case["metadata"])
+
+
+@triton.jit
+def _find_parts_kernel(out_ptr, first_position, end, parts, window, TILE: tl.constexpr, MIN_TILES: tl.constexpr,
+                       WINDOW: tl.constexpr):  # fmt: skip
+    part = tl.program_id(0)
+    begin, stop, count = attention_prefill_split.find_part(
+        first_position, end, part, parts, window, TILE, MIN_TILES, WINDOW
+    )
+    tl.store(out_ptr + part * 3, begin)
+    tl.store(out_ptr + part * 3 + 1, stop)
+    tl.store(out_ptr + part * 3 + 2, count)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_parts_cover_the_keys_of_a_tile_once(window: int | None) -> None:
+    for seen, tokens, parts, least in itertools.product((1, 16, 100, 1000), (1, 5), (1, 2, 7, 33), (1, 8)):
+        out = torch.zeros(parts, 3, dtype=torch.int32, device=DEVICE)
+        first_position = max(seen - tokens, 0)
+        _find_parts_kernel[(parts,)](
+            out, first_position, seen, parts, window or 0, TILE=16, MIN_TILES=least, WINDOW=window is not None
+        )
+        found = out.tolist()
+        count = found[0][2]
+        assert 1 <= count <= parts
+        at = max(first_position - window + 1, 0) // 16 * 16 if window else 0
+        for nth, (begin, stop, of_tile) in enumerate(found[:count]):
+            assert of_tile == count
+            assert begin == at
+            assert stop > begin
+            assert nth == count - 1 or stop - begin >= 16 * least
+            at = stop
+        assert at == seen
 
 
 @pytest.mark.parametrize("query_lens", [[9, 40], [1, 9, 40], [1, 1, 21, 5], [1, 1, 1]], ids=str)

@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.providers.triton import attention_prefill_split
 from rapid_infer.ops.providers.triton.attention_pages import attend_pages
 from rapid_infer.ops.providers.triton.attention_prefill_config import (
     PAGE,
@@ -22,19 +23,21 @@ from rapid_infer.ops.providers.triton.attention_prefill_config import (
     tma_view,
 )
 from rapid_infer.ops.providers.triton.attention_prefill_plan import ENTRY, prefill_plan
+from rapid_infer.ops.providers.triton.attention_prefill_split import add_up, find_part, make_parts
 from rapid_infer.ops.providers.triton.attention_tile import attend, finish
 from rapid_infer.ops.providers.triton.launch import num_multiprocessors, options, start_next, wait_previous
 
 
 @triton.jit
 def _attend_all(
-    q, position, k_ptr, v_ptr, k_tiles, v_tiles, head, table, first_position, end, keys,
+    q, position, k_ptr, v_ptr, k_tiles, v_tiles, head, table, first_position, start, stop, end, keys,
     block_stride, token_stride, head_stride, window, scale, cap,
     M: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TMA: tl.constexpr, STAGES: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """(acc, top, total) of queries whose first stands at `first_position` and last at `end - 1`.
+    """(acc, top, total) of queries whose first stands at `first_position` and last at `end - 1`, over keys from
+    `start`, a multiple of TILE, to `stop`.
 
     Masks only where windows begin and along the diagonal; all queries see all keys of the tiles between.
     """
@@ -47,35 +50,38 @@ def _attend_all(
         begin = tl.maximum(first_position - window + 1, 0) // TILE * TILE
         entered = tl.minimum((tl.maximum(end - window, 0) + TILE - 1) // TILE * TILE, end)
         full = tl.maximum(full, entered)
+        begin, left = tl.maximum(begin, start), tl.minimum(entered, stop)
         if TMA:
             acc, top, total = attend_pages(
-                acc, top, total, q, position, k_tiles, v_tiles, head * DIM, table, begin, entered, keys,
+                acc, top, total, q, position, k_tiles, v_tiles, head * DIM, table, begin, left, keys,
                 window, scale, cap, DIM, TILE, BLOCK_SIZE, True, True, CAP, STAGES,
             )  # fmt: skip
         else:
             acc, top, total = attend(
                 acc, top, total, q, position, k_ptr + head * head_stride, v_ptr + head * head_stride, table,
-                begin, entered, keys, block_stride, token_stride, window, scale, cap,
+                begin, left, keys, block_stride, token_stride, window, scale, cap,
                 DIM, DIM_PAD, TILE, BLOCK_SIZE, True, True, CAP,
             )  # fmt: skip
+    entered, whole = tl.maximum(entered, start), tl.minimum(full, stop)
+    full = tl.maximum(full, start)
     if TMA:
         acc, top, total = attend_pages(
-            acc, top, total, q, position, k_tiles, v_tiles, head * DIM, table, entered, full, keys,
+            acc, top, total, q, position, k_tiles, v_tiles, head * DIM, table, entered, whole, keys,
             window, scale, cap, DIM, TILE, BLOCK_SIZE, False, False, CAP, STAGES,
         )  # fmt: skip
         acc, top, total = attend_pages(
-            acc, top, total, q, position, k_tiles, v_tiles, head * DIM, table, full, end, keys,
+            acc, top, total, q, position, k_tiles, v_tiles, head * DIM, table, full, stop, keys,
             window, scale, cap, DIM, TILE, BLOCK_SIZE, True, WINDOW, CAP, STAGES,
         )  # fmt: skip
     else:
         acc, top, total = attend(
             acc, top, total, q, position, k_ptr + head * head_stride, v_ptr + head * head_stride, table,
-            entered, full, keys, block_stride, token_stride, window, scale, cap,
+            entered, whole, keys, block_stride, token_stride, window, scale, cap,
             DIM, DIM_PAD, TILE, BLOCK_SIZE, False, False, CAP,
         )  # fmt: skip
         acc, top, total = attend(
             acc, top, total, q, position, k_ptr + head * head_stride, v_ptr + head * head_stride, table,
-            full, end, keys, block_stride, token_stride, window, scale, cap,
+            full, stop, keys, block_stride, token_stride, window, scale, cap,
             DIM, DIM_PAD, TILE, BLOCK_SIZE, True, WINDOW, CAP,
         )  # fmt: skip
     return acc, top, total
@@ -84,45 +90,76 @@ def _attend_all(
 @triton.jit(do_not_specialize=["table_ptr", "table_stride"])
 def _prefill_kernel(
     q_ptr, k_ptr, v_ptr, k_tiles, v_tiles, out_ptr, lse_ptr, sinks_ptr, table_ptr, plan_ptr,
+    arrived_ptr, partial_ptr, stats_ptr,
     q_stride, q_head_stride, table_stride, block_stride, token_stride, head_stride, window, scale, cap,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TMA: tl.constexpr, STAGES: tl.constexpr,
+    TMA: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr, MIN_TILES: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`k_tiles` and `v_tiles` are what `attend_pages` takes, if TMA."""
+    """`k_tiles` and `v_tiles` are what `attend_pages` takes, if TMA. All tiles together have up to PARTS parts; with 0,
+    each is one.
+    """
     start_next(PDL)
     head = tl.program_id(0)
-    plan_ptr += tl.program_id(1) * ENTRY
+    tile = tl.program_id(1)
     wait_previous(PDL)
-    tokens = tl.load(plan_ptr + 1)
+    parts = 1
+    part = 0
+    exists = True
+    if PARTS > 0:
+        used = tl.load(plan_ptr + 6)
+        parts = tl.maximum(PARTS // tl.maximum(used, 1), 1)
+        part = tile % parts
+        tile = tile // parts
+        exists = tile < used
+    plan_ptr += tile * ENTRY
+    tokens = tl.load(plan_ptr + 1, mask=exists, other=0)
     if tokens > 0:
-        start = tl.load(plan_ptr)
         first_position = tl.load(plan_ptr + 2)
-        keys = tl.load(plan_ptr + 3)
-        table = table_ptr + tl.load(plan_ptr + 4).to(tl.int64) * table_stride
-        index = tl.arange(0, M)
-        dim = tl.arange(0, DIM_PAD)
-        token = index // GROUP
-        query_head = head * GROUP + index % GROUP
-        exists = (index < TOKENS * GROUP) & (token < tokens)
-        real = exists[:, None] & (dim < DIM)[None, :]
-        at = (start + token).to(tl.int64)
-        q = tl.load(
-            q_ptr + (at * q_stride + query_head * q_head_stride)[:, None] + dim[None, :], mask=real, other=0.0
-        )  # fmt: skip
-        # What is beyond the last token looks from there, so that it too sees no key that is not.
-        position = first_position + tl.minimum(token, tokens - 1)
-        acc, top, total = _attend_all(
-            q, position, k_ptr, v_ptr, k_tiles, v_tiles, head, table, first_position, first_position + tokens, keys,
-            block_stride, token_stride, head_stride, window, scale, cap,
-            M, DIM, DIM_PAD, TILE, BLOCK_SIZE, TMA, STAGES, WINDOW, CAP,
-        )  # fmt: skip
-        out, lse = finish(acc, top, total, sinks_ptr, query_head, exists, SINKS)
-        to = at * (tl.num_programs(0) * GROUP) + query_head
-        tl.store(out_ptr + to[:, None] * DIM + dim[None, :], out.to(out_ptr.dtype.element_ty), mask=real)
-        if LSE:
-            tl.store(lse_ptr + to, lse, mask=exists)
+        begin = 0
+        end = first_position + tokens
+        stop = end
+        of_tile = 1
+        if PARTS > 0:
+            begin, stop, of_tile = find_part(first_position, end, part, parts, window, TILE, MIN_TILES, WINDOW)
+        if part < of_tile:
+            start = tl.load(plan_ptr)
+            keys = tl.load(plan_ptr + 3)
+            table = table_ptr + tl.load(plan_ptr + 4).to(tl.int64) * table_stride
+            index = tl.arange(0, M)
+            dim = tl.arange(0, DIM_PAD)
+            token = index // GROUP
+            query_head = head * GROUP + index % GROUP
+            real = (index < TOKENS * GROUP) & (token < tokens)
+            at = (start + token).to(tl.int64)
+            q = tl.load(
+                q_ptr + (at * q_stride + query_head * q_head_stride)[:, None] + dim[None, :],
+                mask=real[:, None] & (dim < DIM)[None, :], other=0.0,
+            )  # fmt: skip
+            # What is beyond the last token looks from there, so that it too sees no key that is not.
+            position = first_position + tl.minimum(token, tokens - 1)
+            acc, top, total = _attend_all(
+                q, position, k_ptr, v_ptr, k_tiles, v_tiles, head, table, first_position, begin, stop, end, keys,
+                block_stride, token_stride, head_stride, window, scale, cap,
+                M, DIM, DIM_PAD, TILE, BLOCK_SIZE, TMA, STAGES, WINDOW, CAP,
+            )  # fmt: skip
+            done = of_tile == 1
+            if PARTS > 0:  # noqa: SIM102 (known when compiled; the other is not)
+                if of_tile > 1:
+                    acc, top, total, done = add_up(
+                        acc, top, total, arrived_ptr, partial_ptr, stats_ptr, tile, part, parts, of_tile,
+                        head, tl.num_programs(0), M, DIM_PAD,
+                    )  # fmt: skip
+            if done:
+                out, lse = finish(acc, top, total, sinks_ptr, query_head, real, SINKS)
+                to = at * (tl.num_programs(0) * GROUP) + query_head
+                tl.store(
+                    out_ptr + to[:, None] * DIM + dim[None, :], out.to(out_ptr.dtype.element_ty),
+                    mask=real[:, None] & (dim < DIM)[None, :],
+                )  # fmt: skip
+                if LSE:
+                    tl.store(lse_ptr + to, lse, mask=real)
 
 
 def prefill(
@@ -162,12 +199,18 @@ def prefill(
             TensorDescriptor.from_tensor(tma_view(cache, config.keys), [1, config.keys, dim])
             for cache in (k_cache, v_cache)
         )
-    _prefill_kernel[(kv_heads, plan.shape[0])](
+    m = max(triton.next_power_of_2(per_tile * group), 16)
+    parts = make_parts(metadata, q.shape[0], per_tile, kv_heads, m, constants["DIM_PAD"])
+    of_parts = (plan, plan, plan) if parts is None else (parts.arrived, parts.partial, parts.stats)
+    programs = plan.shape[0]
+    if parts is not None and programs:
+        programs = max(programs, parts.count)
+    _prefill_kernel[(kv_heads, programs)](
         q, k_cache, v_cache, k_tiles, v_tiles, out, lse if lse is not None else out, sinks if sinks is not None else q,
-        metadata.block_table, plan,
+        metadata.block_table, plan, *of_parts,
         q.stride(0), q.stride(1), metadata.block_table.stride(0), *k_cache.stride()[:3], window or 0,
-        TOKENS=per_tile, M=max(triton.next_power_of_2(per_tile * group), 16),
-        TMA=config.tma, STAGES=config.stages,
+        TOKENS=per_tile, M=m, TMA=config.tma, STAGES=config.stages,
+        PARTS=0 if parts is None else parts.count, MIN_TILES=attention_prefill_split.MIN_TILES,
         WINDOW=window is not None, SINKS=sinks is not None, LSE=lse is not None,
         num_warps=config.warps, num_stages=config.stages,
         **scales, **{**constants, "TILE": config.keys}, **options(q),

@@ -55,7 +55,7 @@ def choose(
     if hopper and tma and many:
         return PrefillConfig(QUERIES, PAGE, warps=4, stages=2, tma=True, hopper=True)
     if tma and dim <= 128:
-        return PrefillConfig(FEW_QUERIES, PAGE, warps=4, stages=3 if many else 2, tma=True)
+        return PrefillConfig(FEW_QUERIES, PAGE, warps=4, stages=3, tma=True)
     queries = QUERIES if many else FEW_QUERIES
     warps = 8 if queries * dim >= 128 * 128 else 4
     if tma:
