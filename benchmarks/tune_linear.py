@@ -9,12 +9,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from common import op_timing
 from common.linear_tasks import TASKS, TOKENS, Task, candidates
 from torch import Tensor
 
@@ -96,23 +97,7 @@ def compile_one(job: tuple[Task, int, Config]) -> tuple[tuple[Any, ...], str | N
 
 
 def microseconds(run: Callable[[int], Any], calls: int) -> float:
-    """Of one call: the median of five replays of a graph of `calls` calls."""
-    run(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(calls):
-            run(i)
-    graph.replay()
-    times = []
-    for _ in range(5):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / calls)
-    return median(times)
+    return op_timing.time_calls([partial(run, i) for i in range(calls)], "cuda", 5).seconds * 1e6
 
 
 def measure(task: Task, tokens: list[int], failed: dict[tuple[Any, ...], str], sms: int) -> list[dict[str, Any]]:

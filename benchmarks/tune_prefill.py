@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
+from common import op_timing
 from common.prefill_cases import HEAD_DIM, HEADS, HOPPER, Task, candidates, cudnn, flash, make, sampled, tasks
 from torch import Tensor
 
@@ -54,30 +54,6 @@ def compile_one(job: tuple[int, int, PrefillConfig]) -> tuple[tuple[int, int, Pr
     return job, None
 
 
-def microseconds(run: Callable[[], Any]) -> float:
-    """Of one call: the median of five replays of a graph of some calls."""
-    run()
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    calls = min(max(int(4e-3 / (time.perf_counter() - started)), 2), 40)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            run()
-    graph.replay()
-    times = []
-    for _ in range(5):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / calls)
-    return median(times)
-
-
 def baseline(task: Task, make_run: Callable[[], Callable[[], Any]]) -> dict[str, Any]:
     try:
         return timed(task, make_run())
@@ -86,7 +62,7 @@ def baseline(task: Task, make_run: Callable[[], Callable[[], Any]]) -> dict[str,
 
 
 def timed(task: Task, run: Callable[[], Any]) -> dict[str, Any]:
-    us = microseconds(run)
+    us = op_timing.time_calls([run], "cuda", 5).seconds * 1e6
     return {"us": us, "TFLOP/s": task.flops / us / 1e6}
 
 
