@@ -21,13 +21,14 @@ from rapid_infer.worker.sampler import SamplingOps, SamplingState, sample  # noq
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF = math.inf
 TRITON = SamplingOps(truncate.truncate_logits, sampling.gumbel_argmax)
+SMALL = {"GROUP": 4, "LANES": 16, "AIM": 32, "ROOM": 64, "FEW": 16, "STEP": 8, "BLOCK": 64}
 
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a few hundred tokens then have many blocks, and more candidates than there is room for."""
-    monkeypatch.setattr(truncate, "BLOCK", 64)
-    monkeypatch.setattr(truncate, "AIM", 32)
+    for name, value in SMALL.items():
+        monkeypatch.setattr(truncate, name, value)
     monkeypatch.setattr(sampling, "BLOCK", 64)
 
 
@@ -92,6 +93,69 @@ def test_sizes_and_blocks_as_they_are(vocab: int) -> None:
 
 
 @pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(
+    "limit",
+    [
+        # More candidates than there is room for, though they are enough.
+        {"ROOM": 32, "AIM": 60},
+        # Candidates that hold neither k tokens nor p of the mass.
+        {"AIM": 2},
+        # All candidates are ranked at once, or after a search among them.
+        {"ROOM": 512, "FEW": 256},
+        {"ROOM": 512, "AIM": 90},
+        # Groups grow with the row.
+        {"MOST_GROUPS": 32},
+    ],
+)
+def test_limits_change_the_way_but_not_the_end(limit: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ({"FEW": 32, "BLOCK": 512} | limit).items():
+        monkeypatch.setattr(truncate, name, value)
+    torch.manual_seed(3)
+    settings = [(40, 1.0), (40, 0.9), (0, 0.5), (0, 0.95), (150, 0.9), (3, 0.99), (250, 0.4), (0, 1 - 1e-6)]
+    logits = torch.randn(len(settings), 320)
+    # Half of them with few different logits, so that equals are in several parts.
+    logits[::2] = (logits[::2] * 2).round() / 2
+    logits[5, 100:] = -INF
+    k, p = zip(*settings)
+    args = column(list(k), torch.int32), column(list(p))
+    compare(logits.to(DEVICE), *args)
+    compare(logits.flip(0).to(DEVICE), *args, column([0.0, 0.0, 0.05, 0.05, 0.1, 0.0, 0.02, 0.3]))
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_fewer_tokens_than_top_k_all_stay() -> None:
+    """Even where all the mass is in those that were looked at."""
+    logits = torch.full((2, 400), -INF, device=DEVICE)
+    logits[:, ::3] = torch.arange(134, device=DEVICE) * 0.01
+    logits[:, 200] = 60.0
+    left = truncate.truncate_logits(logits.clone(), column([140, 399], torch.int32), column([1.0, 1.0]), None)
+    assert torch.equal(left, logits)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_neither_neighbours_nor_what_is_in_the_buffers_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(4)
+    logits = torch.randn(12, 300, device=DEVICE) * torch.arange(1, 13, device=DEVICE).sqrt()[:, None]
+    logits[1, 5], logits[1, 6] = math.nan, -0.0
+    k = column([9, 0, 0, 0, 100, 100, 0, 1, 0, 0, 30, 0], torch.int32)
+    p = column([1.0, 1.0, 0.8, 1.0, 1.0, 0.7, 0.99, 1.0, 0.3, 1.0, 0.5, 1.0])
+    m = column([0.0, 0.0, 0.0, 0.1, 0.0, 0.0, 0.01, 0.0, 0.0, 0.0, 0.05, 0.0])
+
+    def bits(rows: slice) -> Tensor:
+        return truncate.truncate_logits(logits[rows].clone(), k[rows], p[rows], m[rows]).view(torch.int32)
+
+    together = bits(slice(None))
+    for idle in (1, 9, 11):
+        assert torch.equal(together[idle], logits[idle].view(torch.int32))
+    for alone in (0, 2, 5, 6, 10):
+        assert torch.equal(bits(slice(alone, alone + 1))[0], together[alone])
+    empty = torch.empty
+    for filler in (-1, 77):
+        monkeypatch.setattr(torch, "empty", lambda *args, f=filler, **kwargs: empty(*args, **kwargs).fill_(f))
+        assert torch.equal(bits(slice(None)), together)
+
+
+@pytest.mark.usefixtures("small_blocks")
 def test_among_equals_the_lower_ids_stay() -> None:
     def kept(logits: Tensor, k: int, p: float) -> list[int]:
         left = truncate.truncate_logits(logits[None].clone(), column([k], torch.int32), column([p]), None)
@@ -104,6 +168,7 @@ def test_among_equals_the_lower_ids_stay() -> None:
     assert kept(equal, 199, 1e-30) == [0]
     equal[[7, 150]] = 3.0
     assert kept(equal, 1, 1.0) == [7]
+    assert kept(equal, 100, 1.0) == sorted([*range(99), 150])
     assert kept(equal, 4, 1.0) == [0, 1, 7, 150]
     zeros = torch.zeros(100, device=DEVICE)
     zeros[::2] = -0.0

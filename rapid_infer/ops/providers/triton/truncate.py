@@ -1,9 +1,9 @@
-"""min_p, top_k and top_p without a sort: one program per row finds the last logit that stays, and which of its equals.
+"""min_p, top_k and top_p without a sort: parts of a row in parallel, but for the search of the last logit that stays.
 
-The row is read three times. First for its maximum, and the maximum of each of BLOCK interleaved stripes: the k-th best
-stripe is a lower bound of the k-th best logit, and close to it. Then what lies above that bound is gathered, a few
-thousand candidates, among which the search goes on. Last the row is written. Only where a flat row needs more than
-that does the search read all of it again in each step.
+The first kernel finds the maxima of groups of a row. The k-th best of these is a lower bound of the k-th best logit,
+and close to it; the second one reads only groups that reach that bound, mostly a few hundred logits, and ranks them all
+against all. The third writes the row, and reads again only groups of which something stays. Rows that are so flat that
+more is needed are read as a whole in each step of a search.
 """
 
 from __future__ import annotations
@@ -14,209 +14,139 @@ import triton.language as tl
 from torch import Tensor
 
 from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
+from rapid_infer.ops.providers.triton.truncate_search import LEAST, end_of, key_of, last_place
 
-BLOCK = 8192
-"""Elements per step, stripes, and candidates that have room."""
-
+GROUP = 16
+"""Elements of a group, at least."""
+LANES = 256
+"""Groups of a part, and the distance between elements of a group: tokens that are alike often stand together."""
+MOST_GROUPS = 16384
+"""Of a row: as many as one program has registers for."""
 AIM = 4096
-"""Candidates that are looked for when top_k does not say how many; about 5700 have half of the stripes as their own."""
+"""Groups to look into when top_k does not say how many and top_p does not seem to be content with less."""
+ROOM = 8192
+"""Candidates that have room."""
+FEW = 256
+"""Candidates that are ranked against each other."""
+STEP = 256
+"""Groups to look into at once; fewer where they are larger."""
+BLOCK = 4096
+"""Elements to search at once."""
 
-# Keys of fp32 numbers: above those of minus infinity, which is never kept nor counted; and no position.
-LEAST = tl.constexpr(0x00800000)
-NOWHERE = tl.constexpr(2**31 - 1)
-
-
-@triton.jit
-def _key(x):
-    """uint32 in the order of the numbers; both zeros are one."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.uint32, bitcast=True)
-    return tl.where(bits < 0x80000000, bits | 0x80000000, bits ^ 0xFFFFFFFF)
-
-
-@triton.jit
-def _number(key):
-    return tl.where(key < 0x80000000, key ^ 0xFFFFFFFF, key ^ 0x80000000).to(tl.float32, bitcast=True)
+# Before every place: nothing is taken away from the row.
+ALL = tl.constexpr(-(2**63))
 
 
 @triton.jit
-def _load(source, at, size):
-    return tl.load(source + at, mask=at < size, other=float("-inf"))
-
-
-@triton.jit
-def _search(source, size, lo, hi, count, mass, top, enough, enough_mass, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The highest key that, with what is above it, still has enough: in number, or in mass.
-
-    At the start that holds for lo, which has this count and mass, and not for hi, which has none. Returns (key, count
-    and mass from it on, count and mass above it). The key may be lower than the number it stands for when that one is
-    alone.
-    """
-    lane = tl.arange(0, BLOCK)
-    above = tl.full((), 0, tl.int32)
-    mass_above = tl.full((), 0.0, tl.float32)
-    while (hi - lo > 1) & (count - above > 1):
-        middle = lo + ((hi - lo) >> 1)
-        counts = tl.zeros((BLOCK,), tl.int32)
-        masses = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, size, BLOCK):
-            x = _load(source, start + lane, size)
-            inside = _key(x) >= middle
-            counts += inside.to(tl.int32)
-            masses += tl.where(inside, tl.exp(x - top), 0.0)
-        here = tl.sum(counts, 0)
-        mass_here = tl.sum(masses, 0)
-        if BY_MASS:
-            reached = mass_here >= enough_mass
-        else:
-            reached = here >= enough
-        lo = tl.where(reached, middle, lo)
-        count = tl.where(reached, here, count)
-        mass = tl.where(reached, mass_here, mass)
-        hi = tl.where(reached, hi, middle)
-        above = tl.where(reached, above, here)
-        mass_above = tl.where(reached, mass_above, mass_here)
-    return lo, count, mass, above, mass_above
-
-
-@triton.jit
-def _nth(source, size, key, n, BLOCK: tl.constexpr):
-    """Where the n-th element with this key stands, counted from 1."""
-    lane = tl.arange(0, BLOCK)
-    seen = tl.full((), 0, tl.int32)
-    found = tl.full((), NOWHERE, tl.int32)
-    for start in range(0, size, BLOCK):
-        equal = (_key(_load(source, start + lane, size)) == key).to(tl.int32)
-        rank = seen + tl.cumsum(equal, 0)
-        found = tl.minimum(found, tl.min(tl.where((equal > 0) & (rank == n), start + lane, NOWHERE), 0))
-        seen += tl.sum(equal, 0)
-    return found
-
-
-@triton.jit
-def _bound(stripes, lo, hi, aim, BLOCK: tl.constexpr):
-    """A key with at least `aim` stripes from it on, and not many more; else lo."""
-    count = tl.full((), BLOCK, tl.int32)
-    while (hi - lo > 1) & (count > aim + aim // 8):
-        middle = lo + ((hi - lo) >> 1)
-        here = tl.sum((stripes >= middle).to(tl.int32), 0)
-        reached = here >= aim
-        lo = tl.where(reached, middle, lo)
-        count = tl.where(reached, here, count)
-        hi = tl.where(reached, hi, middle)
-    return lo
-
-
-@triton.jit
-def _gather(row_ptr, size, least, lo, top, number_ptr, id_ptr, BLOCK: tl.constexpr):
-    """Numbers and ids from key lo on, in order, as far as there is room. Returns (population and its mass, from key
-    `least` on, count and mass from lo on).
-    """
-    lane = tl.arange(0, BLOCK)
-    held = tl.full((), 0, tl.int32)
-    counts = tl.zeros((BLOCK,), tl.int32)
-    masses = tl.zeros((BLOCK,), tl.float32)
-    held_masses = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, size, BLOCK):
-        ids = start + lane
-        x = _load(row_ptr, ids, size)
-        key = _key(x)
-        inside = key >= lo
-        mass = tl.where(key >= least, tl.exp(x - top), 0.0)
-        counts += (key >= least).to(tl.int32)
-        masses += mass
-        held_masses += tl.where(inside, mass, 0.0)
-        at = held + tl.cumsum(inside.to(tl.int32), 0) - 1
-        tl.store(number_ptr + at, x, mask=inside & (at < BLOCK))
-        tl.store(id_ptr + at, ids, mask=inside & (at < BLOCK))
-        held += tl.sum(inside.to(tl.int32), 0)
-    # Up to the next multiple of 16, so that loads of these are vectors.
-    rest = held + tl.arange(0, 16)
-    tl.store(number_ptr + rest, float("-inf"), mask=rest < BLOCK)
-    # What one thread wrote, others read.
-    tl.debug_barrier()
-    return tl.sum(counts, 0), tl.sum(masses, 0), held, tl.sum(held_masses, 0)
-
-
-@triton.jit
-def _last(row_ptr, vocab, least, stripes, top, k, p, number_ptr, id_ptr, AIM: tl.constexpr, BLOCK: tl.constexpr):
-    """(key, id) of the last logit that top_k and top_p keep, in the order of decreasing logits."""
-    beyond = _key(top) + 1
-    lo = _bound(stripes, least, beyond, tl.where(k > 0, tl.minimum(k, AIM), AIM), BLOCK)
-    population, total, held, held_mass = _gather(row_ptr, vocab, least, lo, top, number_ptr, id_ptr, BLOCK)
-    by_k = (k > 0) & (k < population)
-    complete = (lo == least) | tl.where(by_k, k <= AIM, held_mass >= p * total)
-    small = complete & (held <= BLOCK)
-    source = tl.where(small, number_ptr, row_ptr)
-    size = tl.where(small, tl.cdiv(held, 16) * 16, vocab)
-    lo = tl.where(small, lo, least)
-    count = tl.where(small, held, population)
-    mass = tl.where(small, held_mass, total)
-    where = tl.full((), NOWHERE, tl.int32)
-    if by_k:
-        lo, count, mass, above, mass_above = _search(
-            source, size, lo, beyond, count, mass, top, k, 0.0, BY_MASS=False, BLOCK=BLOCK
-        )
-        if count > k:
-            where = _nth(source, size, lo, k - above, BLOCK)
-            mass = mass_above + (k - above).to(tl.float32) * tl.exp(_number(lo) - top)
-            count = k
-        total = mass
-    if p < 1.0:
-        after_k = lo
-        lo, count, mass, above, mass_above = _search(
-            source, size, lo, beyond, count, mass, top, 0, p * total, BY_MASS=True, BLOCK=BLOCK
-        )
-        if lo > after_k:
-            where = tl.full((), NOWHERE, tl.int32)
-        missing = (p * total - mass_above) / tl.maximum(tl.exp(_number(lo) - top), 1e-30)
-        n = tl.maximum(tl.ceil(tl.minimum(missing, 1e9)).to(tl.int32), 1)
-        if n < count - above:
-            where = _nth(source, size, lo, n, BLOCK)
-    if small & (where != NOWHERE):
-        where = tl.load(id_ptr + where)
-    return lo, where
-
-
-@triton.jit
-def _kernel(
-    logits_ptr, top_k_ptr, top_p_ptr, min_p_ptr, number_ptr, id_ptr,
-    stride, top_k_stride, top_p_stride, min_p_stride, vocab,
-    AIM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+def _settings(
+    row, vocab, top_k_ptr, top_p_ptr, min_p_ptr, top_k_stride, top_p_stride, min_p_stride,
 ):  # fmt: skip
-    start_next(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, BLOCK)
-    row_ptr = logits_ptr + row * stride
-    wait_previous(PDL)
+    """top_k, 0 where it takes nothing away, top_p and min_p."""
     k = tl.full((), 0, tl.int32)
     p = tl.full((), 1.0, tl.float32)
     min_p = tl.full((), 0.0, tl.float32)
     if top_k_ptr is not None:
         k = tl.load(top_k_ptr + row * top_k_stride).to(tl.int32)
+        k = tl.where((k > 0) & (k < vocab), k, 0)
         p = tl.load(top_p_ptr + row * top_p_stride)
     if min_p_ptr is not None:
         min_p = tl.load(min_p_ptr + row * min_p_stride)
-    by_rank = ((k > 0) & (k < vocab)) | (p < 1.0)
-    if by_rank | (min_p > 0.0):
-        best = tl.full((BLOCK,), float("-inf"), tl.float32)
-        for start in range(0, vocab, BLOCK):
-            best = tl.maximum(best, _load(row_ptr, start + lane, vocab), propagate_nan=tl.PropagateNan.ALL)
-        top = tl.max(best, 0)
-        broken = (tl.max((best != best).to(tl.int32), 0) > 0) | (top == float("inf")) | (top == float("-inf"))
-        if not broken:
-            floor = top + tl.log(tl.where(min_p > 0.0, min_p, 1.0))
-            key = tl.maximum(tl.where(min_p > 0.0, _key(floor), LEAST), LEAST)
-            last = tl.full((), NOWHERE, tl.int32)
-            if by_rank:
-                key, last = _last(
-                    row_ptr, vocab, key, _key(best), top, k, p, number_ptr + row * BLOCK, id_ptr + row * BLOCK,
-                    AIM=AIM, BLOCK=BLOCK,
+    return k, p, min_p
+
+
+@triton.jit
+def _maxima_kernel(
+    logits_ptr, top_k_ptr, top_p_ptr, min_p_ptr, maximum_ptr, part_top_ptr, part_mass_ptr,
+    stride, top_k_stride, top_p_stride, min_p_stride, vocab,
+    GROUP: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Per part of a row: the maxima of its groups, infinity for NaN, and where the total counts the part's mass."""
+    start_next(PDL)
+    part = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    lane = tl.arange(0, LANES)
+    wait_previous(PDL)
+    k, p, min_p = _settings(
+        row, vocab, top_k_ptr, top_p_ptr, min_p_ptr, top_k_stride, top_p_stride, min_p_stride
+    )  # fmt: skip
+    if (k > 0) | (p < 1.0) | (min_p > 0.0):
+        ids = (part * GROUP + tl.arange(0, GROUP))[:, None] * LANES + lane[None, :]
+        x = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab, other=float("-inf"))
+        maxima = tl.max(tl.where(x == x, x, float("inf")), 0)
+        at = row * tl.num_programs(0) + part
+        tl.store(maximum_ptr + at * LANES + lane, maxima)
+        top = tl.max(maxima, 0)
+        if (k == 0) & (p < 1.0) & (top < float("inf")):
+            mass = tl.sum(tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)), 0), 0)
+            tl.store(part_top_ptr + at, top)
+            tl.store(part_mass_ptr + at, mass)
+
+
+@triton.jit
+def _search_kernel(
+    logits_ptr, top_k_ptr, top_p_ptr, min_p_ptr, maximum_ptr, part_top_ptr, part_mass_ptr,
+    group_ptr, number_ptr, id_ptr, last_ptr,
+    stride, top_k_stride, top_p_stride, min_p_stride, vocab, groups,
+    PARTS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr,
+    AIM: tl.constexpr, ROOM: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Per row: the place of the last logit that stays."""
+    start_next(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    wait_previous(PDL)
+    k, p, min_p = _settings(
+        row, vocab, top_k_ptr, top_p_ptr, min_p_ptr, top_k_stride, top_p_stride, min_p_stride
+    )  # fmt: skip
+    last = tl.full((), ALL, tl.int64)
+    if (k > 0) | (p < 1.0) | (min_p > 0.0):
+        group = tl.arange(0, GROUPS)
+        maxima = tl.load(maximum_ptr + row * groups + group, mask=group < groups, other=float("-inf"))
+        top = tl.max(maxima, 0)
+        # Neither NaN nor infinity is the best.
+        if (top > float("-inf")) & (top < float("inf")):
+            floor = key_of(top + tl.log(tl.where(min_p > 0.0, min_p, 1.0)))
+            least = tl.where(min_p > 0.0, tl.maximum(floor, LEAST), LEAST)
+            last = end_of(least)
+            if (k > 0) | (p < 1.0):
+                total = tl.full((), 0.0, tl.float32)
+                if k == 0:
+                    part = tl.arange(0, PARTS)
+                    parts = groups // LANES
+                    at = row * parts + part
+                    part_top = tl.load(part_top_ptr + at, mask=part < parts, other=float("-inf"))
+                    part_mass = tl.load(part_mass_ptr + at, mask=part < parts, other=0.0)
+                    total = tl.sum(part_mass * tl.exp(part_top - top), 0)
+                room = row * (ROOM + FEW)
+                last = last_place(
+                    logits_ptr + row * stride, vocab, key_of(maxima), least, top, k, p, total,
+                    group_ptr + row * groups, number_ptr + room, id_ptr + room,
+                    GROUPS, GROUP, LANES, STEP, AIM, ROOM, FEW, BLOCK,
                 )  # fmt: skip
-            for start in range(0, vocab, BLOCK):
-                ids = start + lane
-                this = _key(_load(row_ptr, ids, vocab))
-                kept = (this > key) | ((this == key) & (ids <= last))
-                tl.store(row_ptr + ids, float("-inf"), mask=(ids < vocab) & ~kept)
+    tl.store(last_ptr + row, last)
+
+
+@triton.jit
+def _write_kernel(
+    logits_ptr, maximum_ptr, last_ptr, stride, vocab, GROUP: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr
+):
+    """Per part of a row: minus infinity after the last place."""
+    start_next(PDL)
+    part = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    lane = tl.arange(0, LANES)
+    ids = (part * GROUP + tl.arange(0, GROUP))[:, None] * LANES + lane[None, :]
+    at = logits_ptr + row * stride + ids
+    wait_previous(PDL)
+    last = tl.load(last_ptr + row)
+    if last != ALL:
+        maxima = tl.load(maximum_ptr + (row * tl.num_programs(0) + part) * LANES + lane)
+        last_key = (last >> 32).to(tl.int32)
+        last_id = 0x7FFFFFFF - (last & 0x7FFFFFFF).to(tl.int32)
+        x = tl.load(at, mask=(ids < vocab) & (key_of(maxima) >= last_key)[None, :], other=float("-inf"))
+        key = key_of(x)
+        kept = (key > last_key) | ((key == last_key) & (ids <= last_id))
+        # Stores of what stays, too, are vectors.
+        tl.store(at, tl.where(kept, x, float("-inf")), mask=ids < vocab)
 
 
 def truncate_logits(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> Tensor:
@@ -225,13 +155,31 @@ def truncate_logits(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None, 
     if top_k is None or top_p is None:
         top_k = top_p = None
     rows, vocab = logits.shape
-    if rows:
-        block = min(max(triton.next_power_of_2(vocab), 16), BLOCK)
-        numbers = torch.empty(rows, block, device=logits.device)
-        ids = torch.empty(rows, block, dtype=torch.int32, device=logits.device)
-        strides = (0 if setting is None else setting.stride(0) for setting in (top_k, top_p, min_p))
-        _kernel[(rows,)](
-            logits, top_k, top_p, min_p, numbers, ids, logits.stride(0), *strides, vocab,
-            AIM=min(AIM, block), BLOCK=block, num_warps=16 if block >= 4096 else 4, **options(logits),
-        )  # fmt: skip
+    if not rows:
+        return logits
+    # Nothing here depends on the number of rows, so that what is kept of one does not depend on its neighbours.
+    group = max(GROUP, triton.next_power_of_2(triton.cdiv(vocab, MOST_GROUPS)))
+    parts = triton.cdiv(vocab, group * LANES)
+    groups = parts * LANES
+    maximum, found = (torch.empty(rows, groups, dtype=d, device=logits.device) for d in (torch.float32, torch.int32))
+    part_top, part_mass = torch.empty(2, rows, parts, device=logits.device).unbind(0)
+    number, ids = (torch.empty(rows, ROOM + FEW, dtype=d, device=logits.device) for d in (torch.float32, torch.int32))
+    last = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    settings = top_k, top_p, min_p
+    strides = [0 if setting is None else setting.stride(0) for setting in settings]
+    shape = {"GROUP": group, "LANES": LANES}
+    _maxima_kernel[(parts, rows)](
+        logits, *settings, maximum, part_top, part_mass, logits.stride(0), *strides, vocab,
+        **shape, num_warps=2, **options(logits),
+    )  # fmt: skip
+    _search_kernel[(rows,)](
+        logits, *settings, maximum, part_top, part_mass, found, number, ids, last,
+        logits.stride(0), *strides, vocab, groups,
+        PARTS=triton.next_power_of_2(parts), GROUPS=triton.next_power_of_2(groups), **shape,
+        STEP=max(STEP * GROUP // group, 1), AIM=min(AIM, groups // 2), ROOM=ROOM, FEW=FEW, BLOCK=BLOCK,
+        num_warps=16, **options(logits),
+    )  # fmt: skip
+    _write_kernel[(parts, rows)](
+        logits, maximum, last, logits.stride(0), vocab, **shape, num_warps=4, **options(logits)
+    )  # fmt: skip
     return logits
