@@ -26,7 +26,7 @@ $(STAMP): $(PROJECTS) constraints.txt
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/rapid-infer generate demo --chat --greedy -p "What is the capital of France?"
+	$(BIN)/rapid-infer generate demo --chat --greedy -p "What is the capital of Japan?"
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
