@@ -124,20 +124,13 @@ class GraphRunner:
 
     def launch(self, plan: StepPlan, *, mail_blocks: bool) -> tuple[int, Logprobs | None]:
         """Start a step; its block updates are sent along, or have been applied. Returns its slot in the mailbox."""
-        shape = self.shape_of(plan)
-        return self._launch_forward(plan, shape, mail_blocks), self._launch_finish(plan, shape)
+        slot = self.launch_forward(plan, mail_blocks=mail_blocks)
+        return slot, self.launch_finish(plan)
 
     def launch_forward(self, plan: StepPlan, *, mail_blocks: bool) -> int:
         """The first part of `launch`."""
-        return self._launch_forward(plan, self.shape_of(plan), mail_blocks)
-
-    def launch_finish(self, plan: StepPlan) -> Logprobs | None:
-        """The second part of `launch`."""
-        return self._launch_finish(plan, self.shape_of(plan))
-
-    def _launch_forward(self, plan: StepPlan, shape: tuple[str, int, int], mail_blocks: bool) -> int:
         blocks = plan.new_blocks if mail_blocks else ()
-        kind, size, _ = shape
+        kind, size, _ = self.shape_of(plan)
         forward = self._forward.get((kind, size)) or self._capture_mixed(kind, size)
         if kind == DECODE:
             slot = self.mailbox.send_decode(plan.rows, size, blocks)
@@ -147,8 +140,9 @@ class GraphRunner:
         self.replays["forward"] += 1
         return slot
 
-    def _launch_finish(self, plan: StepPlan, shape: tuple[str, int, int]) -> Logprobs | None:
-        kind, _, rows = shape
+    def launch_finish(self, plan: StepPlan) -> Logprobs | None:
+        """The second part of `launch`."""
+        kind, _, rows = self.shape_of(plan)
         finish = self._finish.get(self._key(kind, rows, plan.features))
         if finish is None:
             finish = self._capture_finish(kind, rows, plan.features)

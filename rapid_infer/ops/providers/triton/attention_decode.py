@@ -15,7 +15,13 @@ from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.providers.triton import attention_groups
 from rapid_infer.ops.providers.triton.attention_plan import decode_plan, first_tile, row_part
 from rapid_infer.ops.providers.triton.attention_shared import arrive, attend_shared, queries_per_item, rows_per_item
-from rapid_infer.ops.providers.triton.attention_tile import add_parts, attend, store_part, write_row
+from rapid_infer.ops.providers.triton.attention_tile import (
+    add_parts,
+    attend,
+    last_to_arrive,
+    store_part,
+    write_row,
+)
 from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
 
 WARPS = 4
@@ -32,13 +38,7 @@ def leave_part(
     """Leave what a slice gives of a row that lies in several; whether it was the last, so that `combine` may follow."""
     place = (slice * 2 + (slice == first_slice).to(tl.int32)) * KV_HEADS + head
     store_part(acc, top, total, partial_ptr, stats_ptr, place, group, group < GROUP, GROUP, DIM_PAD)
-    # All threads' results before the one that counts, which publishes them.
-    tl.debug_barrier()
-    arrived = arrived_ptr + first_slice * KV_HEADS + head
-    last = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == slices - 1
-    if last:
-        tl.store(arrived, 0)
-    return last
+    return last_to_arrive(arrived_ptr + first_slice * KV_HEADS + head, slices)
 
 
 @triton.jit

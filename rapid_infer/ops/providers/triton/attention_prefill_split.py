@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
-from rapid_infer.ops.providers.triton.attention_tile import load_part, merge, store_part
+from rapid_infer.ops.providers.triton.attention_tile import last_to_arrive, load_part, merge, store_part
 from rapid_infer.ops.providers.triton.launch import num_multiprocessors
 
 PROGRAMS_PER_MULTIPROCESSOR = 2
@@ -90,12 +90,8 @@ def add_up(
     store_part(
         acc, top, total, partial_ptr, stats_ptr, (first + part) * kv_heads + head, index, everything, M, DIM_PAD
     )  # fmt: skip
-    # All threads' results before the one that counts, which publishes them.
-    tl.debug_barrier()
-    arrived = arrived_ptr + tile * kv_heads + head
-    last = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == of_tile - 1
+    last = last_to_arrive(arrived_ptr + tile * kv_heads + head, of_tile)
     if last:
-        tl.store(arrived, 0)
         acc, top, total = load_part(
             partial_ptr, stats_ptr, first * kv_heads + head, index, everything, M, DIM_PAD
         )  # fmt: skip

@@ -191,6 +191,17 @@ def store_part(
 
 
 @triton.jit
+def last_to_arrive(arrived, count):
+    """Whether this program is the last of `count` to leave its part; then the counter is zero again."""
+    # All threads' results before the one that counts, which publishes them.
+    tl.debug_barrier()
+    last = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == count - 1
+    if last:
+        tl.store(arrived, 0)
+    return last
+
+
+@triton.jit
 def load_part(partial_ptr, stats_ptr, place, group, exists, GROUP: tl.constexpr, DIM_PAD: tl.constexpr):
     """What `store_part` left; nothing, with a highest score of minus infinity, where not `exists`."""
     dim = tl.arange(0, DIM_PAD)
