@@ -133,10 +133,12 @@ def test_unknown_workload_names_those_there_are() -> None:
 
 def test_recorded_peer_and_ratio() -> None:
     setup = peer.Setup("qwen3-8b", "latency-b1", "bfloat16", ["NVIDIA H200"])
-    found = peer.compare(setup, wall_s=1.3254, output_tokens_per_s=386.2)
+    found = peer.compare(setup, wall_s=1.3254, output_tokens_per_s=2 * 256 / 1.3254)
     assert found["ratio"] == pytest.approx(2.0)
     assert found["wall_ratio"] == pytest.approx(1.0)
     assert "ratio 2.000" in peer.describe(found)
+    few = peer.Setup("qwen3-8b", "prefill-8k", "bfloat16", ["NVIDIA H200"])
+    assert peer.compare(few, wall_s=3.501, output_tokens_per_s=16 / 3.501)["ratio"] == pytest.approx(1.0)
     two = peer.Setup("qwen3-8b", "latency-b1", "bfloat16", ["NVIDIA H200"], tensor_parallel_size=2)
     assert peer.find(two)["s"] == 0.9614
     expert = peer.Setup("qwen3-30b-a3b", "mixed-256", "bfloat16", ["NVIDIA H200"], 2, 2)
