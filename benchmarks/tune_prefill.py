@@ -1,4 +1,4 @@
-"""Times the Triton attention of prompts, in many configurations, against cuDNN and FlashAttention 3 on this GPU."""
+"""Times the Triton attention of prompts, in many configurations, against cuDNN and FlashAttention on this GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from rapid_infer.ops.providers.triton.attention_tile import score_scales, tile_c
 EXAMPLES = """\
 What it does: compiles every candidate in parallel processes, then, for each case, checks a sample of tokens against
 fp32 and times calls in a CUDA graph. Prints microseconds and TFLOP/s of what is seen (of a prompt, half the square):
-cuDNN on contiguous keys, FlashAttention 3 if vLLM is installed, what `choose` takes today ("now"), and every candidate.
+cuDNN on contiguous keys, FlashAttention 3 if vLLM is installed and 4 if flash-attn-4 is, what `choose` takes today
+("now"), and every candidate.
 
 examples
   everything, under two minutes on an H200 with 16 cores:
@@ -85,7 +86,8 @@ def measure(task: Task, configs: list[PrefillConfig], failed: dict[Any, str], sm
     base: dict[str, Any] = {}
     if task.whole:
         base["cudnn"] = baseline(task, lambda: cudnn(task))
-    base["fa3"] = baseline(task, lambda: flash(case))
+    for version in (3, 4):
+        base[f"fa{version}"] = baseline(task, lambda version=version: flash(case, version))
     for name, row in base.items():
         show("", row, name)
     hopper = has_hopper_kernel(torch.device("cuda"))

@@ -106,3 +106,16 @@ def test_chunks_of_every_length_around_a_page(name: str, dim: int, monkeypatch: 
     monkeypatch.setattr(attention_prefill, "choose", lambda *_: CONFIGS[name])
     lengths = borders((0, 1, 2, 31, 32, 33, 62, 63, 64, 65), range(1, 66))
     check_paged(paged_case(lengths, 8, 2, dim, 64, torch.bfloat16, "cuda"))
+
+
+def test_a_plan_counts_from_zero_in_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs take items as they come to them: more than there are programs, single pages and pairs, odd and even."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(attention_prefill, "choose", lambda *_: CONFIGS["hopper"])
+    case = paged_case(
+        ([2500, 1300, 640, 577, 64, 9], [2500, 1100, 640, 577, 63, 2]), 16, 8, 128, 64, torch.bfloat16, "cuda"
+    )
+    check_paged(case)
+    first = paged_attention(**case)
+    for _ in range(50):
+        assert all(torch.equal(a, b) for a, b in zip(paged_attention(**case), first) if a is not None)

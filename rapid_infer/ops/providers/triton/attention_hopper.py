@@ -1,7 +1,7 @@
-"""Attention of rows with several tokens for SM 90 alone, in Gluon: warps that copy, and two warpgroups that compute.
+"""Attention of rows with several tokens for SM 90 alone, in Gluon: a warp that copies, and two warpgroups that compute.
 
-Triton waits for each product before it goes on. Here a warpgroup weighs one tile of keys while the tensor cores make
-the scores of the next, and the two warpgroups run free of each other.
+Triton waits for each product before it goes on. Here a warpgroup weighs keys while the tensor cores add up the values
+of those before, and the two warpgroups run free of each other.
 """
 
 from __future__ import annotations
@@ -10,18 +10,13 @@ import math
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
+
+from rapid_infer.ops.providers.triton.attention_hopper_copy import PAGE, copy_partition, span, take
+from rapid_infer.ops.providers.triton.attention_hopper_step import ROWS, add, give_back, scores, step, weigh
 
 _LOG2E = gl.constexpr(math.log2(math.e))
 _LN2 = gl.constexpr(math.log(2))
-ROWS = gl.constexpr(64)
-"""Query heads of a warpgroup."""
 
 
 @gluon.jit
@@ -31,129 +26,6 @@ def _grid_wait(PDL: gl.constexpr):
             "griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
         )  # fmt: skip
         gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _span(first_position, tokens, window, TILE: gl.constexpr, WINDOW: gl.constexpr):
-    """(first tile, tiles before the window is whole, first tile that is masked, tiles): the tiles of keys to take."""
-    tiles = (first_position + tokens + TILE - 1) // TILE
-    full = (first_position + 1) // TILE
-    begin = first_position * 0
-    entered = begin
-    if WINDOW:
-        begin = gl.maximum(first_position - window + 1, 0) // TILE
-        entered = gl.minimum((gl.maximum(first_position + tokens - window, 0) + TILE - 1) // TILE, tiles)
-        full = gl.maximum(full, entered)
-    return begin, entered, full, tiles
-
-
-@gluon.jit
-def _place(n, STAGES: gl.constexpr):
-    """(stage, phase of its barriers) of the n-th tile that is copied. Unsigned, since divisions are cheaper then."""
-    n = n.to(gl.uint32)
-    return (n % STAGES).to(gl.int32), (n // STAGES & 1).to(gl.int32)
-
-
-@gluon.jit
-def _copy_partition(
-    k_tiles, v_tiles, k_bufs, v_bufs, k_ready, v_ready, k_free, v_free, table_ptr, plan_ptr, table_stride, item, items,
-    window, DIM: gl.constexpr, TILE: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
-    HEADS: gl.constexpr, ENTRY: gl.constexpr, WINDOW: gl.constexpr,
-):  # fmt: skip
-    """Copies the tiles of keys of each item, the last first. What lies past the last key is left out as `attend_pages`
-    does.
-    """
-    copied = item * 0
-    for at in range(item, items, gl.num_programs(0)):
-        entry = plan_ptr + at // HEADS * ENTRY
-        column = at % HEADS * DIM
-        tokens = gl.load(entry + 1)
-        if tokens > 0:
-            first_position = gl.load(entry + 2)
-            keys = gl.load(entry + 3)
-            table = table_ptr + gl.load(entry + 4).to(gl.int64) * table_stride
-            begin, _, _, tiles = _span(first_position, tokens, window, TILE, WINDOW)
-            for i in range(tiles - begin):
-                first = (tiles - 1 - i) * TILE
-                block = gl.load(table + first // BLOCK_SIZE)
-                slot = first % BLOCK_SIZE - gl.maximum(first + TILE - keys, 0)
-                stage, phase = _place(copied + i, STAGES)
-                mbarrier.wait(k_free.index(stage), phase ^ 1)
-                mbarrier.expect(k_ready.index(stage), k_tiles.block_type.nbytes)
-                tma.async_copy_global_to_shared(
-                    k_tiles, [block, slot, column], k_ready.index(stage), k_bufs.index(stage)
-                )
-                mbarrier.wait(v_free.index(stage), phase ^ 1)
-                mbarrier.expect(v_ready.index(stage), v_tiles.block_type.nbytes)
-                tma.async_copy_global_to_shared(
-                    v_tiles, [block, slot, column], v_ready.index(stage), v_bufs.index(stage)
-                )
-            copied += tiles - begin
-
-
-@gluon.jit
-def _weigh(
-    score, top, total, first, early, position, window, scale, cap, score_layout: gl.constexpr,
-    TILE: gl.constexpr, MASKED: gl.constexpr, WINDOW: gl.constexpr, CAP: gl.constexpr,
-):  # fmt: skip
-    """(weights, top, total, what everything before is scaled with)."""
-    weigh = scale
-    if CAP:
-        score = cap - 2.0 * cap / (gl.exp2(score * scale) + 1.0)
-        weigh = 1.0
-    if MASKED:
-        key = first - early + gl.arange(0, TILE, layout=gl.SliceLayout(0, score_layout))
-        seen = (key[None, :] <= position[:, None]) & (key >= first)[None, :]
-        if WINDOW:
-            seen = seen & (key[None, :] > position[:, None] - window)
-        score = gl.where(seen, score, float("-inf"))
-    higher = gl.maximum(top, gl.max(score, 1) * weigh)
-    base = higher
-    if MASKED:
-        base = gl.where(higher == float("-inf"), 0.0, higher)
-    weight = gl.exp2(score * weigh - base[:, None])
-    shrink = gl.exp2(top - base)
-    return weight, higher, total * shrink + gl.sum(weight, 1), shrink
-
-
-@gluon.jit
-def _steps(
-    acc, weight, top, total, i, stop, base, q, k_bufs, v_bufs, k_ready, v_ready, k_free, v_free, tiles, keys, position,
-    window, scale, cap, score_layout: gl.constexpr, acc_layout: gl.constexpr, weight_layout: gl.constexpr,
-    DIM: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
-    MASKED: gl.constexpr, WINDOW: gl.constexpr, CAP: gl.constexpr,
-):  # fmt: skip
-    """The item's tiles from the `i`-th up to `stop`: each one's scores, and the values of the one before.
-
-    `base` tiles of other items were copied before.
-    """
-    zeros = gl.zeros([ROWS, TILE], gl.float32, layout=score_layout)
-    for n in range(i, stop):
-        stage, phase = _place(base + n, STAGES)
-        k = k_bufs.index(stage).reshape([TILE, DIM])
-        mbarrier.wait(k_ready.index(stage), phase)
-        score = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        stage_2, phase_2 = _place(base + n - 1, STAGES)
-        v = v_bufs.index(stage_2).reshape([TILE, DIM])
-        mbarrier.wait(v_ready.index(stage_2), phase_2)
-        acc = warpgroup_mma(weight, v, acc, is_async=True)
-        score = warpgroup_mma_wait(1, deps=[score])
-        gl.thread_barrier()
-        mbarrier.arrive(k_free.index(stage), count=1)
-        first = (tiles - 1 - n) * TILE
-        early = gl.maximum(first + TILE - keys, 0)
-        next_weight, top, total, shrink = _weigh(
-            score, top, total, first, early, position, window, scale, cap, score_layout, TILE, MASKED, WINDOW, CAP
-        )  # fmt: skip
-        next_weight = gl.convert_layout(next_weight.to(q.dtype), weight_layout)
-        # Does not wait: the loop in it is what ptxas moves no instruction past, or it would weigh after the product.
-        mbarrier.wait(v_ready.index(stage_2), phase_2)
-        acc, weight = warpgroup_mma_wait(0, deps=[acc, weight])
-        gl.thread_barrier()
-        mbarrier.arrive(v_free.index(stage_2), count=1)
-        weight = next_weight
-        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc_layout))[:, None]
-    return acc, weight, top, total
 
 
 @gluon.jit
@@ -177,17 +49,38 @@ def _queries(
 
 
 @gluon.jit
+def _last(
+    acc, weight, weight_2, n, v_bufs, v_ready, v_free, queue, queue_ready, queue_free, done, items,
+    plan_ptr, q_ptr, q_stride, q_head_stride,
+    PAIR: gl.constexpr, PART: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
+    HEADS: gl.constexpr, ENTRY: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """(acc with the values of the item's last step, the n-th, and the next item and its queries, loaded meanwhile)."""
+    acc = add(acc, weight, weight_2, v_bufs, v_ready, n, PAIR, DIM, STAGES)
+    next_item = take(queue, queue_ready, queue_free, done)
+    next_q = _queries(
+        q_ptr, plan_ptr, gl.minimum(next_item, items - 1), q_stride, q_head_stride,
+        PART, GROUP, DIM, HEADS, ENTRY, LAYOUT,
+    )  # fmt: skip
+    if PAIR:
+        acc, weight, weight_2 = warpgroup_mma_wait(0, deps=[acc, weight, weight_2])
+    else:
+        acc, weight = warpgroup_mma_wait(0, deps=[acc, weight])
+    give_back(v_free, n, STAGES)
+    return acc, next_item, next_q
+
+
+@gluon.jit
 def _compute_item(
-    q, next_item, plan_ptr, q_ptr, out_ptr, lse_ptr, sinks_ptr, k_bufs, v_bufs, k_ready, v_ready, k_free, v_free,
-    q_stride, q_head_stride, out_stride, base, head, start, tokens, first_position, keys,
-    begin, entered, full, tiles,
-    window, scale, cap, PART: gl.constexpr, GROUP: gl.constexpr,
-    DIM: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+    q, items, done, queue, queue_ready, queue_free, plan_ptr, q_ptr, out_ptr, lse_ptr, sinks_ptr,
+    k_bufs, v_bufs, k_ready, v_ready, k_free, v_free, q_stride, q_head_stride, out_stride, base, head,
+    start, tokens, first_position, keys, pages, masked, begin, entered, alone,
+    window, scale, cap, PART: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
     HEADS: gl.constexpr, ENTRY: gl.constexpr, LAYOUT: gl.constexpr,
     WINDOW: gl.constexpr, CAP: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
-    """The PART-th 64 query heads `q` of an item; returns those of the next, loaded while this one ends."""
-    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    """The PART-th 64 query heads `q` of an item whose first step is the `base`-th; returns (next item, its queries)."""
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PAGE, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     q_layout: gl.constexpr = gl.DotOperandLayout(0, score_layout, 2)
     weight_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
@@ -198,45 +91,63 @@ def _compute_item(
     acc = gl.zeros([ROWS, DIM], gl.float32, layout=acc_layout)
     top = gl.full([ROWS], float("-inf"), gl.float32, layout=row_layout)
     total = gl.zeros([ROWS], gl.float32, layout=row_layout)
-    # The first tile's scores, before there are weights.
-    stage, phase = _place(base, STAGES)
-    mbarrier.wait(k_ready.index(stage), phase)
-    zeros = gl.zeros([ROWS, TILE], gl.float32, layout=score_layout)
-    k = k_bufs.index(stage).reshape([TILE, DIM])
-    score = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    # The first page's scores, before there are weights.
+    score, score_2 = scores(q, k_bufs, k_ready, base, False, score_layout, DIM, STAGES)
     score = warpgroup_mma_wait(0, deps=[score])
-    gl.thread_barrier()
-    mbarrier.arrive(k_free.index(stage), count=1)
-    first = (tiles - 1) * TILE
-    early = gl.maximum(first + TILE - keys, 0)
-    weight, top, total, shrink = _weigh(
-        score, top, total, first, early, position, window, scale, cap, score_layout, TILE, True, WINDOW, CAP
+    give_back(k_free, base, STAGES)
+    score, score_2, top, total, shrink = weigh(
+        score, score_2, top, total, pages - 1, keys, position, window, scale, cap, score_layout,
+        False, True, WINDOW, CAP,
     )  # fmt: skip
-    weight = gl.convert_layout(weight.to(q.dtype), weight_layout)
-    diagonal = gl.maximum(tiles - full, 1)
-    inside = gl.maximum(tiles - entered, diagonal)
-    acc, weight, top, total = _steps(
-        acc, weight, top, total, 1, diagonal, base, q, k_bufs, v_bufs, k_ready, v_ready, k_free, v_free, tiles, keys,
-        position, window, scale, cap, score_layout, acc_layout, weight_layout, DIM, TILE, STAGES, True, WINDOW, CAP,
-    )  # fmt: skip
-    acc, weight, top, total = _steps(
-        acc, weight, top, total, diagonal, inside, base, q, k_bufs, v_bufs, k_ready, v_ready, k_free, v_free,
-        tiles, keys, position, window, scale, cap, score_layout, acc_layout, weight_layout,
-        DIM, TILE, STAGES, False, False, CAP,
-    )  # fmt: skip
+    weight = gl.convert_layout(score.to(q.dtype), weight_layout)
+    whole = alone
     if WINDOW:
-        acc, weight, top, total = _steps(
-            acc, weight, top, total, inside, tiles - begin, base, q, k_bufs, v_bufs, k_ready, v_ready, k_free, v_free,
-            tiles, keys, position, window, scale, cap, score_layout, acc_layout, weight_layout,
-            DIM, TILE, STAGES, True, True, CAP,
+        whole = gl.maximum(pages - entered, masked)
+    for i in range(1, masked):
+        acc, weight, _, top, total = step(
+            acc, weight, weight, top, total, base + i, pages - 1 - i, q, k_bufs, v_bufs, k_ready, v_ready, k_free,
+            v_free, keys, position, window, scale, cap, score_layout, acc_layout, weight_layout, DIM, STAGES,
+            False, False, True, WINDOW, CAP,
         )  # fmt: skip
-    last, phase = _place(base + tiles - begin - 1, STAGES)
-    mbarrier.wait(v_ready.index(last), phase)
-    v = v_bufs.index(last).reshape([TILE, DIM])
-    acc = warpgroup_mma(weight, v, acc, is_async=True)
-    next_q = _queries(
-        q_ptr, plan_ptr, next_item, q_stride, q_head_stride, PART, GROUP, DIM, HEADS, ENTRY, LAYOUT
-    )  # fmt: skip
+    for i in range(masked, whole):
+        acc, weight, _, top, total = step(
+            acc, weight, weight, top, total, base + i, pages - 1 - i, q, k_bufs, v_bufs, k_ready, v_ready, k_free,
+            v_free, keys, position, window, scale, cap, score_layout, acc_layout, weight_layout, DIM, STAGES,
+            False, False, False, False, CAP,
+        )  # fmt: skip
+    if WINDOW:
+        for i in range(whole, alone):
+            acc, weight, _, top, total = step(
+                acc, weight, weight, top, total, base + i, pages - 1 - i, q, k_bufs, v_bufs, k_ready, v_ready, k_free,
+                v_free, keys, position, window, scale, cap, score_layout, acc_layout, weight_layout, DIM, STAGES,
+                False, False, True, True, CAP,
+            )  # fmt: skip
+        acc, next_item, next_q = _last(
+            acc, weight, weight, base + alone - 1, v_bufs, v_ready, v_free, queue, queue_ready, queue_free, done, items,
+            plan_ptr, q_ptr, q_stride, q_head_stride, False, PART, GROUP, DIM, STAGES, HEADS, ENTRY, LAYOUT,
+        )  # fmt: skip
+    elif alone == pages:
+        acc, next_item, next_q = _last(
+            acc, weight, weight, base + alone - 1, v_bufs, v_ready, v_free, queue, queue_ready, queue_free, done, items,
+            plan_ptr, q_ptr, q_stride, q_head_stride, False, PART, GROUP, DIM, STAGES, HEADS, ENTRY, LAYOUT,
+        )  # fmt: skip
+    else:
+        steps = alone + (pages - alone) // 2
+        acc, weight, weight_2, top, total = step(
+            acc, weight, weight, top, total, base + alone, pages - 1 - alone, q, k_bufs, v_bufs, k_ready, v_ready,
+            k_free, v_free, keys, position, window, scale, cap, score_layout, acc_layout, weight_layout, DIM, STAGES,
+            False, True, False, False, CAP,
+        )  # fmt: skip
+        for i in range(alone + 1, steps):
+            acc, weight, weight_2, top, total = step(
+                acc, weight, weight_2, top, total, base + i, pages - 1 - 2 * i + alone, q, k_bufs, v_bufs, k_ready,
+                v_ready, k_free, v_free, keys, position, window, scale, cap, score_layout, acc_layout, weight_layout,
+                DIM, STAGES, True, True, False, False, CAP,
+            )  # fmt: skip
+        acc, next_item, next_q = _last(
+            acc, weight, weight_2, base + steps - 1, v_bufs, v_ready, v_free, queue, queue_ready, queue_free, done,
+            items, plan_ptr, q_ptr, q_stride, q_head_stride, True, PART, GROUP, DIM, STAGES, HEADS, ENTRY, LAYOUT,
+        )  # fmt: skip
     exists = row // GROUP < tokens
     head_of_row = head * GROUP + row % GROUP
     if SINKS:
@@ -252,67 +163,76 @@ def _compute_item(
     if LSE:
         to = (start + row // GROUP).to(gl.int64) * (out_stride // DIM) + head_of_row
         gl.store(lse_ptr + to, (top + gl.log2(total)) * _LN2, mask=exists)
-    acc, weight = warpgroup_mma_wait(0, deps=[acc, weight])
-    gl.thread_barrier()
-    mbarrier.arrive(v_free.index(last), count=1)
     out = acc * gl.convert_layout(factor, gl.SliceLayout(1, acc_layout))[:, None]
     out = gl.convert_layout(out.to(out_ptr.dtype.element_ty), LAYOUT)
     token, query_head, dim, real = _where(start, tokens, head, PART, GROUP, DIM, LAYOUT)
     gl.store(out_ptr + (token * out_stride + query_head * DIM)[:, None] + dim[None, :], out, mask=real)
-    return next_q
+    return next_item, next_q
 
 
 @gluon.jit
 def _compute_partition(
-    q_ptr, out_ptr, lse_ptr, sinks_ptr, k_bufs, v_bufs, k_ready, v_ready, k_free, v_free, plan_ptr,
-    q_stride, q_head_stride, out_stride, item, items,
+    q_ptr, out_ptr, lse_ptr, sinks_ptr, k_bufs, v_bufs, k_ready, v_ready, k_free, v_free,
+    queue, queue_ready, queue_free, plan_ptr, q_stride, q_head_stride, out_stride, item, items,
     window, scale, cap, PART: gl.constexpr, GROUP: gl.constexpr,
-    DIM: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, HEADS: gl.constexpr, ENTRY: gl.constexpr,
+    DIM: gl.constexpr, STAGES: gl.constexpr, HEADS: gl.constexpr, ENTRY: gl.constexpr,
     WINDOW: gl.constexpr, CAP: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     q = _queries(q_ptr, plan_ptr, item, q_stride, q_head_stride, PART, GROUP, DIM, HEADS, ENTRY, wide)
     base = item * 0
-    for at in range(item, items, gl.num_programs(0)):
-        entry = plan_ptr + at // HEADS * ENTRY
+    done = item * 0
+    while item < items:
+        entry = plan_ptr + item // HEADS * ENTRY
         tokens = gl.load(entry + 1)
-        next_item = gl.minimum(at + gl.num_programs(0), items - 1)
         if tokens > 0:
             first_position = gl.load(entry + 2)
-            begin, entered, full, tiles = _span(first_position, tokens, window, TILE, WINDOW)
-            q = _compute_item(
-                q, next_item, plan_ptr, q_ptr, out_ptr, lse_ptr, sinks_ptr,
-                k_bufs, v_bufs, k_ready, v_ready, k_free, v_free,
-                q_stride, q_head_stride, out_stride, base, at % HEADS, gl.load(entry), tokens, first_position,
-                gl.load(entry + 3), begin, entered, full, tiles, window, scale, cap,
-                PART, GROUP, DIM, TILE, STAGES, HEADS, ENTRY, wide, WINDOW, CAP, SINKS, LSE,
+            pages, masked, begin, entered, alone = span(first_position, tokens, window, WINDOW)
+            item, q = _compute_item(
+                q, items, done, queue, queue_ready, queue_free, plan_ptr, q_ptr, out_ptr, lse_ptr, sinks_ptr,
+                k_bufs, v_bufs, k_ready, v_ready, k_free, v_free, q_stride, q_head_stride, out_stride, base,
+                item % HEADS, gl.load(entry), tokens, first_position, gl.load(entry + 3),
+                pages, masked, begin, entered, alone, window, scale, cap,
+                PART, GROUP, DIM, STAGES, HEADS, ENTRY, wide, WINDOW, CAP, SINKS, LSE,
             )  # fmt: skip
-            base += tiles - begin
+            base += alone + (pages - begin - alone) // 2
         else:
-            q = _queries(q_ptr, plan_ptr, next_item, q_stride, q_head_stride, PART, GROUP, DIM, HEADS, ENTRY, wide)
+            item = take(queue, queue_ready, queue_free, done)
+            q = _queries(
+                q_ptr, plan_ptr, gl.minimum(item, items - 1), q_stride, q_head_stride,
+                PART, GROUP, DIM, HEADS, ENTRY, wide,
+            )  # fmt: skip
+        done += 1
 
 
 @gluon.jit(do_not_specialize=["table_ptr", "table_stride"])
 def hopper_kernel(
     q_ptr, k_tiles, v_tiles, out_ptr, lse_ptr, sinks_ptr, table_ptr, plan_ptr,
     q_stride, q_head_stride, out_stride, table_stride, window, scale, cap,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     STAGES: gl.constexpr, ENTRY: gl.constexpr,
     WINDOW: gl.constexpr, CAP: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Items are a kv head and a tile of 128 query heads, a whole number of tokens: each program takes one after
-    another, and copies keys of the next while it ends one. Arguments as of the Triton kernel.
+    """Items are a kv head and a tile of 128 query heads, a whole number of tokens: each program takes the next one that
+    nobody has taken, and copies its keys while it ends another. Arguments as of the Triton kernel; STAGES are of two
+    pages.
     """
     _grid_wait(PDL)
     item = gl.program_id(0)
     items = gl.load(plan_ptr + 6) * HEADS
     if item < items:
-        k_bufs = gl.allocate_shared_memory(k_tiles.dtype, [STAGES, 1, TILE, DIM], k_tiles.layout)
-        v_bufs = gl.allocate_shared_memory(v_tiles.dtype, [STAGES, 1, TILE, DIM], v_tiles.layout)
+        k_bufs = gl.allocate_shared_memory(k_tiles.dtype, [2 * STAGES, 1, PAGE, DIM], k_tiles.layout)
+        v_bufs = gl.allocate_shared_memory(v_tiles.dtype, [2 * STAGES, 1, PAGE, DIM], v_tiles.layout)
         k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        queue = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        queue_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        queue_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(2):
+            mbarrier.init(queue_ready.index(i), count=1)
+            mbarrier.init(queue_free.index(i), count=2)
         for i in gl.static_range(STAGES):
             mbarrier.init(k_ready.index(i), count=1)
             mbarrier.init(v_ready.index(i), count=1)
@@ -323,18 +243,21 @@ def hopper_kernel(
         gl.warp_specialize(
             [
                 (_compute_partition, (
-                    q_ptr, out_ptr, lse_ptr, sinks_ptr, k_bufs, v_bufs, k_ready, v_ready, k_free, v_free, plan_ptr,
+                    q_ptr, out_ptr, lse_ptr, sinks_ptr, k_bufs, v_bufs, k_ready, v_ready, k_free, v_free,
+                    queue, queue_ready, queue_free, plan_ptr,
                     q_stride, q_head_stride, out_stride, item, items, window, scale, cap,
-                    0, GROUP, DIM, TILE, STAGES, HEADS, ENTRY, WINDOW, CAP, SINKS, LSE,
+                    0, GROUP, DIM, STAGES, HEADS, ENTRY, WINDOW, CAP, SINKS, LSE,
                 )),
                 (_compute_partition, (
-                    q_ptr, out_ptr, lse_ptr, sinks_ptr, k_bufs, v_bufs, k_ready, v_ready, k_free, v_free, plan_ptr,
+                    q_ptr, out_ptr, lse_ptr, sinks_ptr, k_bufs, v_bufs, k_ready, v_ready, k_free, v_free,
+                    queue, queue_ready, queue_free, plan_ptr,
                     q_stride, q_head_stride, out_stride, item, items, window, scale, cap,
-                    1, GROUP, DIM, TILE, STAGES, HEADS, ENTRY, WINDOW, CAP, SINKS, LSE,
+                    1, GROUP, DIM, STAGES, HEADS, ENTRY, WINDOW, CAP, SINKS, LSE,
                 )),
-                (_copy_partition, (
-                    k_tiles, v_tiles, k_bufs, v_bufs, k_ready, v_ready, k_free, v_free, table_ptr, plan_ptr,
-                    table_stride, item, items, window, DIM, TILE, BLOCK_SIZE, STAGES, HEADS, ENTRY, WINDOW,
+                (copy_partition, (
+                    k_tiles, v_tiles, k_bufs, v_bufs, k_ready, v_ready, k_free, v_free, queue, queue_ready, queue_free,
+                    table_ptr, plan_ptr, table_stride, item, items, window,
+                    DIM, BLOCK_SIZE, STAGES, HEADS, ENTRY, WINDOW,
                 )),
             ],
             [4, 1],

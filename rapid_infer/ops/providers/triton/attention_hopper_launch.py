@@ -42,7 +42,7 @@ def prefill_hopper(
     hopper_kernel[(programs,)](
         q, *tiles, out, lse if lse is not None else out, sinks if sinks is not None else q, metadata.block_table, plan,
         q.stride(0), q.stride(1), out.stride(0), metadata.block_table.stride(0), window or 0,
-        HEADS=kv_heads, GROUP=q.shape[1] // kv_heads, DIM=dim, TILE=config.keys, BLOCK_SIZE=block_size,
+        HEADS=kv_heads, GROUP=q.shape[1] // kv_heads, DIM=dim, BLOCK_SIZE=block_size,
         STAGES=config.stages, ENTRY=ENTRY.value,
         WINDOW=window is not None, SINKS=sinks is not None, LSE=lse is not None,
         num_warps=4, maxnreg=REGISTERS, **scales, **options(q),

@@ -11,7 +11,7 @@ from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
 
 ENTRY = tl.constexpr(8)
-"""Numbers of a tile; the last is not used, and keeps the others in one sector of memory."""
+"""Numbers of a tile, which fill one sector of memory."""
 _AT_ONCE = 128
 """Tiles, and rows."""
 
@@ -57,6 +57,7 @@ def _plan_kernel(
             tl.store(out + 5, before, mask=nth < end)
     if tl.program_id(0) == 0:
         tl.store(out_ptr + 6, used, mask=tiles > 0)
+        tl.store(out_ptr + 7, 0, mask=tiles > 0)
         for at in range(used, tiles, COUNT):
             nth = at + tl.arange(0, COUNT)
             tl.store(out_ptr + nth * ENTRY + 1, tl.zeros([COUNT], tl.int32), mask=nth < tiles)
@@ -66,9 +67,9 @@ def prefill_plan(metadata: AttentionMetadata, tokens: int, per_tile: int) -> Ten
     """`[tiles, ENTRY]` int32 of a step with `tokens` tokens, made by the first layer with `per_tile` tokens in a tile.
 
     A tile: its first token, how many it has (0 or less: none), the first one's position, the keys of its row, where
-    that is in the block table, and the row's tokens before the tile. The first tile has one more: from which tile on
-    none has a token. How many there are follows from numbers known on the host, so that a plan can be made in a CUDA
-    graph.
+    that is in the block table, and the row's tokens before the tile. The first tile has two more: from which tile on
+    none has a token, and 0, which a kernel may count with if it leaves 0 behind. How many there are follows from
+    numbers known on the host, so that a plan can be made in a CUDA graph.
     """
     key = ("triton prefill", per_tile)
     plan = metadata.plans.get(key)
