@@ -16,7 +16,9 @@ class FinishReason(StrEnum):
 
 
 class RequestOutputKind(Enum):
-    """What `step()` returns for a request: all so far, only what is new, or nothing before the end."""
+    """What `step()` returns for a request: all so far, only what is new (of the completions that have anything new,
+    each with its `index`), or nothing before the end.
+    """
 
     CUMULATIVE = 0
     DELTA = 1
@@ -60,8 +62,10 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request and its completions so far. `num_cached_tokens`: prompt tokens whose keys and values were already
-    cached.
+    """A request and its completions so far, or those of them that have something new.
+
+    num_cached_tokens    prompt tokens whose keys and values were already cached
+    finished             all completions have ended
     """
 
     request_id: str
@@ -70,7 +74,4 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-
-    @property
-    def finished(self) -> bool:
-        return all(output.finished for output in self.outputs)
+    finished: bool = False

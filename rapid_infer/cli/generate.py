@@ -188,12 +188,13 @@ def _run(
 
 def _merge(whole: RequestOutput, delta: RequestOutput) -> int:
     """Add a delta to the output so far; returns its number of tokens."""
-    whole.num_cached_tokens = delta.num_cached_tokens
     tokens = sum(len(new.token_ids) for new in delta.outputs)
-    if not whole.outputs:
-        whole.outputs = delta.outputs
-        return tokens
-    for mine, new in zip(whole.outputs, delta.outputs):
+    whole.num_cached_tokens, whole.finished = delta.num_cached_tokens, delta.finished
+    for new in delta.outputs:
+        mine = next((one for one in whole.outputs if one.index == new.index), None)
+        if mine is None:
+            whole.outputs = sorted([*whole.outputs, new], key=lambda one: one.index)
+            continue
         mine.text += new.text
         mine.token_ids += new.token_ids
         mine.finish_reason, mine.stop_reason, mine.error = new.finish_reason, new.stop_reason, new.error

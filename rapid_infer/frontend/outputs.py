@@ -15,7 +15,7 @@ from rapid_infer.text import Detokenizer, StopStrings, Tokenizer
 class _Completion:
     """One of a request's n sequences. `unread`: tokens whose text nobody has needed yet.
 
-    `watched`: somebody needs it after each step.
+    `watched`: somebody needs it after each step. `told`: its end is in a delta already.
     """
 
     output: CompletionOutput
@@ -23,6 +23,7 @@ class _Completion:
     detokenizer: Detokenizer | None
     stop: StopStrings | None
     watched: bool
+    told: bool = False
     num_tokens: int = 0
     unread: list[int] = field(default_factory=list)
 
@@ -135,6 +136,7 @@ class OutputProcessor:
         for name, completion in parent.completions.items():
             if self._live.pop(name, None) is not None:
                 completion.end(FinishReason.ERROR, error)
+        parent.output.finished = True
         return self._output(parent)
 
     def process(self, step: StepOutputs) -> tuple[list[RequestOutput], list[str]]:
@@ -176,7 +178,7 @@ class OutputProcessor:
         outputs: list[RequestOutput] = []
         stopped: list[str] = []
         for parent in touched:
-            done = self._read(parent, stopped)
+            done = parent.output.finished = self._read(parent, stopped)
             if done:
                 del self._parents[parent.output.request_id]
             if done or parent.shown:
@@ -208,10 +210,21 @@ class OutputProcessor:
         if not parent.delta:
             return parent.output
         whole = parent.output
-        deltas = [_split_off(completion.output) for completion in parent.completions.values()]
+        deltas = []
+        for completion in parent.completions.values():
+            if not completion.told:
+                completion.told = completion.output.finished
+                if completion.told or completion.output.token_ids:
+                    deltas.append(_split_off(completion.output))
         scores, whole.prompt_logprobs = whole.prompt_logprobs, [] if whole.prompt_logprobs is not None else None
         return RequestOutput(
-            whole.request_id, whole.prompt, whole.prompt_token_ids, deltas, whole.num_cached_tokens, scores
+            whole.request_id,
+            whole.prompt,
+            whole.prompt_token_ids,
+            deltas,
+            whole.num_cached_tokens,
+            scores,
+            whole.finished,
         )
 
     def _add_logprobs(self, output: CompletionOutput, scores: TokenLogprobs) -> None:

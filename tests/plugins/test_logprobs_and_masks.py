@@ -145,7 +145,8 @@ def test_deltas_add_up(depth, jobs, open_engine):
         assert min(len(deltas), len(cumulative)) >= LENGTH
         wanted = cumulative[-1]
         for c, want in enumerate(wanted.outputs):
-            parts = [delta.outputs[c] for delta in deltas]
+            parts = [part for delta in deltas for part in delta.outputs if part.index == c]
+            assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + [want.finish_reason]
             assert [token for part in parts for token in part.token_ids] == want.token_ids
             assert c == 1 or want.token_ids == jobs[i].tokens
             if want.logprobs is not None:
