@@ -20,9 +20,9 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 class LLM:
     """A loaded model.
 
-    `model` is a local directory or "demo". Keyword arguments are those of `EngineArgs` (docs/options.md); an unknown
-    one is a
-    ConfigError. Use it as a context manager, or call `close()`, to free the memory.
+    `model` is a local directory, a repository of the hubs such as "Qwen/Qwen3-8B" (docs/downloading.md), or "demo".
+    Keyword arguments are those of `EngineArgs` (docs/options.md); an unknown one is a ConfigError. Use it as a context
+    manager, or call `close()`, to free the memory.
     """
 
     def __init__(self, model: str = "demo", **kwargs: Any) -> None:
@@ -39,9 +39,14 @@ class LLM:
         batch = _as_batch(prompts)
         params = _spread(sampling_params or self.default_sampling_params(), len(batch))
         names = [f"generate-{next(self._ids)}" for _ in batch]
+        arrivals = self.engine.inputs.arrivals
         try:
-            for name, ids, one in zip(names, self.engine.inputs.encode_all(batch), params):
-                self._add(name, ids, one, RequestOutputKind.FINAL_ONLY)
+            try:
+                for name, ids, one in zip(names, self.engine.inputs.encode_all(batch), params):
+                    self._add(name, ids, one, RequestOutputKind.FINAL_ONLY)
+            except RequestError:
+                self.engine.inputs.arrivals = arrivals
+                raise
             while not all(self._inbox[name] for name in names):
                 self._step()
             results = [self._inbox[name].popleft() for name in names]

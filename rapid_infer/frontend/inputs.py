@@ -38,7 +38,7 @@ class InputProcessor:
     def __init__(self, facts: EngineFacts, tokenizer: Tokenizer | None) -> None:
         self.facts = facts
         self.tokenizer = tokenizer
-        self._arrivals = 0
+        self.arrivals = 0
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, not looked at yet. RequestError when it is text and there is no tokenizer."""
@@ -66,8 +66,8 @@ class InputProcessor:
         prompt = self._pack(prompt_token_ids)
         validate_prompt(prompt, self.facts.vocab_size, self.facts.max_model_len)
         self._check(params)
-        arrival = self._arrivals
-        self._arrivals += 1
+        arrival = self.arrivals
+        self.arrivals += 1
         return [self._request(request_id, prompt, params, index, arrival) for index in range(params.n)]
 
     def _pack(self, ids: Sequence[int]) -> I32:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rapid_infer import SamplingParams
+from rapid_infer.errors import RequestError
 from rapid_infer.testing import record_logits
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
@@ -65,6 +66,17 @@ def test_without_a_seed_the_engine_s_seed_and_the_order_of_arrival_decide(llama,
     first, again, other = (tokens(open_llm(llama, seed=s).generate([PROMPT] * 4, params)) for s in (1, 1, 2))
     assert first == again
     assert len({tuple(t) for t in first + other}) == 8
+
+
+def test_a_refused_call_changes_no_later_draw(llama, open_llm):
+    params = SamplingParams(temperature=1.0, max_tokens=10)
+    one, other = open_llm(llama), open_llm(llama)
+    for bad in ([PROMPT, PROMPT, [10**9]], [PROMPT, []]):
+        with pytest.raises(RequestError):
+            one.generate(bad, params)
+    with pytest.raises(RequestError):
+        one.stream([10**9], params)
+    assert tokens(one.generate([PROMPT] * 2, params)) == tokens(other.generate([PROMPT] * 2, params))
 
 
 @pytest.mark.parametrize("seed", [-(2**63), -1, 0, 1, 2**32, 2**63 - 1])
