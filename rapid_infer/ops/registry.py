@@ -24,6 +24,7 @@ BUILTIN_PROVIDERS = (
     "rapid_infer.ops.providers.cpu",
     "rapid_infer.ops.providers.triton",
     "rapid_infer.ops.providers.flash_attn",
+    "rapid_infer.ops.providers.flashinfer",
     "rapid_infer.ops.providers.grouped_mm",
 )
 

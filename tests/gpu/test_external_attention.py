@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 OP = OPS["paged_attention"]
-NAMES = ("vllm_flash_attn", "flash_attn_4", "flash_attn")
+NAMES = ("vllm_flash_attn", "flash_attn_4", "flash_attn", "flashinfer")
 DTYPES = (torch.bfloat16, torch.float16)
 TOLERANCE = {torch.bfloat16: {"atol": 4e-2, "rtol": 4e-2}, torch.float16: {"atol": 5e-3, "rtol": 5e-3}}
 # Rows of one token first: short, at and around the ends of pages and tiles, and long enough to be split.
@@ -132,7 +132,7 @@ def test_a_recorded_step_follows_its_tensors(name: str) -> None:
     """In a CUDA graph with the bounds of the longest step there can be, replayed with other lengths and rows."""
     torch.manual_seed(3)
     one = case(name, torch.bfloat16, "decode")
-    fn = usable(name, torch.bfloat16, one.extra)
+    fn = usable(name, torch.bfloat16, {**one.extra, "cuda_graphs": True})
     kwargs = one.kwargs
     longest = kwargs["metadata"].block_table.shape[1] * block_size(name)
     metadata = dataclasses.replace(kwargs["metadata"], max_seq_len=longest, plans={})
