@@ -287,7 +287,12 @@ def test_every_token_is_in_one_tile(decodes: int, monkeypatch: pytest.MonkeyPatc
     seq_lens = [n + 3 * i for i, n in enumerate(query_lens)]
     metadata = make_metadata(seq_lens, query_lens, 16, DEVICE)[0]
     metadata.num_decodes = decodes
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(shape, -7, **options))
     plan = attention_prefill_plan.prefill_plan(metadata, sum(query_lens), 8)
+    # From which tile on none has a token, and what programs count with.
+    used, count = plan[0, 6:].tolist()
+    assert (plan[used:, 1] <= 0).all()
+    assert count == 0
     found = sorted(tile[:5] for tile in plan.tolist() if tile[1] > 0)
     start, wanted = metadata.query_start.tolist(), []
     for row in range(decodes, len(query_lens)):
