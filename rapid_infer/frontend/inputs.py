@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -97,6 +97,9 @@ class InputProcessor:
         if not facts.enable_prefix_caching:
             # Without prefix caching the n rows of one prompt still share its blocks, but only with each other.
             share = f"request {arrival}".encode() if params.n > 1 else None
+        if index > 0 and params.prompt_logprobs is not None:
+            # The first completion scores the prompt for all of them, and the others may share its blocks.
+            params = replace(params, prompt_logprobs=None)
         stop = (() if params.ignore_eos else facts.stop_token_ids) + params.stop_token_ids
         return Request(
             # The arrival keeps apart a discarded request, whose end is still to come, and a new one of the same name.

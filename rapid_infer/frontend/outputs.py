@@ -156,8 +156,7 @@ class OutputProcessor:
                 live[name][0].output.num_cached_tokens = cached
         for name, pieces in step.prompt_logprobs.items():
             if name in live and (scores := live[name][0].output.prompt_logprobs) is not None:
-                # Every completion scores the prompt; the first one's scores are kept.
-                scores += map(self._logprobs, pieces) if live[name][1].output.index == 0 else []
+                scores += map(self._logprobs, pieces)
         for name, one in step.logprobs.items():
             if name in live:
                 self._add_logprobs(live[name][1].output, one)

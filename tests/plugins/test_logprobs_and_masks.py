@@ -114,6 +114,22 @@ def test_values_ranks_and_order(engine, n, model, jobs, open_engine):
         assert llm.engine.core.scheduler.stats.preemptions > 0
 
 
+def test_one_of_n_completions_scores_the_prompt(model, jobs, open_engine):
+    llm = open_engine()
+    want = next(one for one in jobs if one.params.prompt_logprobs is not None and len(one.prompt) > 8)
+    scored = []
+    process = llm.engine.outputs.process
+
+    def note(step):
+        scored.extend(len(pieces) for pieces in step.prompt_logprobs.values())
+        return process(step)
+
+    llm.engine.outputs.process = note
+    (output,) = llm.generate([want.prompt], dataclasses.replace(want.params, n=3))
+    assert_scores(model.oracle, output, want)
+    assert sum(scored) == len(want.prompt) - 1
+
+
 @pytest.mark.parametrize("engine", ["depth-2", "chunks-7"])
 def test_prompt_logprobs_read_no_cached_prefix_and_log_probabilities_alone_do(engine, model, jobs, open_engine):
     llm = open_engine(**ENGINES[engine])
