@@ -19,7 +19,8 @@ FEW_ROWS = 8
 def _normalize(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     size = x.shape[-1]
     if x.numel() > FEW_ROWS * size:
-        return torch.rms_norm(x, (size,), weight, eps)
+        # Rounded before the weight is applied, as in the reference; given the weight, torch rounds once, after it.
+        return torch.rms_norm(x, (size,), None, eps).mul_(weight)
     # [x, -x] has mean zero, so its layer norm, which is one kernel on a CPU, is the RMS norm of x; torch's own RMS
     # norm is six.
     doubled = torch.layer_norm(torch.cat((x, -x), -1), (2 * size,), None, None, eps, False)
