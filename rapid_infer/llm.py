@@ -39,14 +39,11 @@ class LLM:
         batch = _as_batch(prompts)
         params = _spread(sampling_params or self.default_sampling_params(), len(batch))
         names = [f"generate-{next(self._ids)}" for _ in batch]
-        arrivals = self.engine.inputs.arrivals
+        inputs = self.engine.inputs
         try:
-            try:
-                for name, ids, one in zip(names, self.engine.inputs.encode_all(batch), params):
+            with inputs.forgetting_refused():
+                for name, ids, one in zip(names, inputs.encode_all(batch), params):
                     self._add(name, ids, one, RequestOutputKind.FINAL_ONLY)
-            except RequestError:
-                self.engine.inputs.arrivals = arrivals
-                raise
             while not all(self._inbox[name] for name in names):
                 self._step()
             results = [self._inbox[name].popleft() for name in names]

@@ -63,15 +63,10 @@ class LLMEngine:
         if request_id in self.outputs:
             raise RequestError(f"request id {request_id!r} is in use; expected a new one")
         ids = self.inputs.encode(prompt)
-        arrivals = self.inputs.arrivals
-        requests = self.inputs.requests(request_id, ids, params)
-        try:
+        with self.inputs.forgetting_refused():
+            requests = self.inputs.requests(request_id, ids, params)
             for request in requests:
                 self.core.add_request(request)
-        except RequestError:
-            # Seeds follow from how many came before: one that never ran must not change those of others.
-            self.inputs.arrivals = arrivals
-            raise
         output = RequestOutput(request_id, prompt if isinstance(prompt, str) else None, ids, [])
         self.outputs.add(output, params, output_kind, [request.request_id for request in requests])
 

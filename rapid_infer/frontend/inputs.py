@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,7 +39,20 @@ class InputProcessor:
     def __init__(self, facts: EngineFacts, tokenizer: Tokenizer | None) -> None:
         self.facts = facts
         self.tokenizer = tokenizer
-        self.arrivals = 0
+        self._arrivals = 0
+
+    @contextmanager
+    def forgetting_refused(self) -> Iterator[None]:
+        """Requests made in here that end in a RequestError are not counted.
+
+        Seeds follow from how many came before: what never ran must not change those of others.
+        """
+        arrivals = self._arrivals
+        try:
+            yield
+        except RequestError:
+            self._arrivals = arrivals
+            raise
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, not looked at yet. RequestError when it is text and there is no tokenizer."""
@@ -66,8 +80,8 @@ class InputProcessor:
         prompt = self._pack(prompt_token_ids)
         validate_prompt(prompt, self.facts.vocab_size, self.facts.max_model_len)
         self._check(params)
-        arrival = self.arrivals
-        self.arrivals += 1
+        arrival = self._arrivals
+        self._arrivals += 1
         return [self._request(request_id, prompt, params, index, arrival) for index in range(params.n)]
 
     def _pack(self, ids: Sequence[int]) -> I32:

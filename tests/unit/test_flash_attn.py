@@ -15,7 +15,7 @@ from rapid_infer.layers.attention import Attention
 from rapid_infer.layers.context import BuildContext
 from rapid_infer.ops import OPS, OpFacts, OpResolver, load_providers
 from rapid_infer.ops.paged_attention import make_metadata
-from rapid_infer.ops.providers.flash_attn import facts as library
+from rapid_infer.ops.providers import installed
 from rapid_infer.ops.providers.flash_attn import plan
 
 load_providers()
@@ -30,16 +30,16 @@ def reasons(name: str, capability: tuple[int, int] = (9, 0), dtype: torch.dtype 
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def all_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if all libraries were there."""
-    monkeypatch.setattr(library, "_folders", lambda package: (Path(package),))
-    monkeypatch.setattr(library, "_has", lambda package, pattern: True)
+    monkeypatch.setattr(installed, "folders", lambda package: (Path(package),))
+    monkeypatch.setattr(installed, "has", lambda package, pattern: True)
 
 
 @pytest.fixture
 def absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_folders", lambda package: ())
-    monkeypatch.setattr(library, "_has", lambda package, pattern: False)
+    monkeypatch.setattr(installed, "folders", lambda package: ())
+    monkeypatch.setattr(installed, "has", lambda package, pattern: False)
 
 
 @pytest.mark.usefixtures("absent")
@@ -57,21 +57,21 @@ def test_libraries_are_found_by_their_files_and_not_imported(tmp_path: Path, mon
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("vllm", "flash_attn"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    library._folders.cache_clear()
-    library._has.cache_clear()
+    installed.folders.cache_clear()
+    installed.has.cache_clear()
     try:
         assert reasons("vllm_flash_attn") == "the installed vllm has no FlashAttention 3"
         assert reasons("flash_attn_4") == ""
         assert reasons("flash_attn", block_size=256) == "flash-attn is not installed"
-        library._has.cache_clear()
+        installed.has.cache_clear()
         (tmp_path / "vllm" / "vllm_flash_attn" / "_vllm_fa3_C.abi3.so").touch()
         assert reasons("vllm_flash_attn") == ""
     finally:
-        library._folders.cache_clear()
-        library._has.cache_clear()
+        installed.folders.cache_clear()
+        installed.has.cache_clear()
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.usefixtures("all_installed")
 def test_what_each_version_can_run() -> None:
     assert reasons("vllm_flash_attn") == reasons("flash_attn_4") == ""
     assert reasons("vllm_flash_attn", window=True, soft_cap=True, sinks=True) == ""
@@ -89,13 +89,13 @@ def test_what_each_version_can_run() -> None:
         assert "not None" in reasons(name, block_size=None)
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.usefixtures("all_installed")
 def test_facts_of_a_device_alone_know_no_layer() -> None:
     facts = OpFacts("cuda", torch.bfloat16, (9, 0))
     assert [OPS["paged_attention"].providers[name].supports(facts) for name in NAMES] == [[], [], []]
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.usefixtures("all_installed")
 def test_pages_that_would_be_loaded_whole_are_refused() -> None:
     for name in NAMES[:2]:
         assert reasons(name, block_size=128) == "takes pages of a multiple of 16 tokens below 80, not 128"

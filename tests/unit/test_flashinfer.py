@@ -19,7 +19,7 @@ from rapid_infer.layers.attention import Attention
 from rapid_infer.layers.context import BuildContext
 from rapid_infer.ops import OPS, OpFacts, OpResolver, load_providers
 from rapid_infer.ops.paged_attention import make_metadata
-from rapid_infer.ops.providers.flashinfer import facts as library
+from rapid_infer.ops.providers import installed
 
 load_providers()
 
@@ -36,10 +36,11 @@ def test_where_it_can_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "flashinfer" / "__init__.py").write_text("raise AssertionError('imported')")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
-    library._is_installed.cache_clear()
+    installed.folders.cache_clear()
+    installed.has.cache_clear()
     try:
         assert reasons() == "flashinfer is not installed (pip install flashinfer-python)"
-        library._is_installed.cache_clear()
+        installed.has.cache_clear()
         (tmp_path / "flashinfer" / "prefill.py").touch()
         assert reasons() == reasons((8, 0), torch.float16, window=True, soft_cap=True, return_lse=True) == ""
         assert reasons(cuda_graphs=True) == (
@@ -50,7 +51,8 @@ def test_where_it_can_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert reasons(dtype=torch.float32) == "takes bfloat16 and float16, not float32"
         assert reasons(sinks=True) == "has no sinks"
     finally:
-        library._is_installed.cache_clear()
+        installed.folders.cache_clear()
+        installed.has.cache_clear()
 
 
 @pytest.mark.parametrize("graphs", [False, True])

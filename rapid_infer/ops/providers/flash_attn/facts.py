@@ -1,36 +1,22 @@
-"""Where each library can run. Looks for its files and imports none of them.
+"""Where each library can run.
 
 A layer gives `head_dim` and `block_size`; facts without them are about the device alone.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
-
 import torch
 
+from rapid_infer.ops.providers import installed
+from rapid_infer.ops.providers.installed import not_16_bit_cuda, older_than_sm80
 from rapid_infer.ops.registry import OpFacts
-
-
-@cache
-def _folders(package: str) -> tuple[Path, ...]:
-    """Where a top-level package lies; several when it is spread over distributions."""
-    spec = find_spec(package)
-    return () if spec is None else tuple(map(Path, spec.submodule_search_locations or ()))
-
-
-@cache
-def _has(package: str, pattern: str) -> bool:
-    return any(next(folder.glob(pattern), None) is not None for folder in _folders(package))
 
 
 def cannot_run_version_3(facts: OpFacts) -> list[str]:
     reasons = []
-    if not _folders("vllm"):
+    if not installed.folders("vllm"):
         reasons.append("vllm is not installed")
-    elif not _has("vllm", "vllm_flash_attn/_vllm_fa3_C*"):
+    elif not installed.has("vllm", "vllm_flash_attn/_vllm_fa3_C*"):
         reasons.append("the installed vllm has no FlashAttention 3")
     reasons += _shared(facts)
     if facts.capability is not None and facts.capability[0] != 9:
@@ -43,7 +29,7 @@ def cannot_run_version_3(facts: OpFacts) -> list[str]:
 
 
 def cannot_run_version_4(facts: OpFacts) -> list[str]:
-    reasons = [] if _has("flash_attn", "cute/interface.py") else ["flash-attn-4 is not installed"]
+    reasons = [] if installed.has("flash_attn", "cute/interface.py") else ["flash-attn-4 is not installed"]
     reasons += _shared(facts)
     if facts.capability is not None and facts.capability[0] not in (9, 10, 11):
         reasons.append("has pages on SM 90 to 110, this GPU is SM {}{}".format(*facts.capability))
@@ -51,10 +37,9 @@ def cannot_run_version_4(facts: OpFacts) -> list[str]:
 
 
 def cannot_run_version_2(facts: OpFacts) -> list[str]:
-    reasons = [] if _has("flash_attn", "flash_attn_interface.py") else ["flash-attn is not installed"]
+    reasons = [] if installed.has("flash_attn", "flash_attn_interface.py") else ["flash-attn is not installed"]
     reasons += _shared(facts)
-    if facts.capability is not None and facts.capability < (8, 0):
-        reasons.append("needs SM 80 or newer, this GPU is SM {}{}".format(*facts.capability))
+    reasons += older_than_sm80(facts)
     size = facts.extra.get("block_size", 256)
     if size is None or size % 256:
         reasons.append(f"takes pages of a multiple of 256 tokens, not {size}: set block_size=256")
@@ -64,11 +49,7 @@ def cannot_run_version_2(facts: OpFacts) -> list[str]:
 
 
 def _shared(facts: OpFacts) -> list[str]:
-    reasons = []
-    if facts.device != "cuda":
-        reasons.append(f"runs on cuda, not {facts.device}")
-    if facts.dtype not in (torch.bfloat16, torch.float16):
-        reasons.append(f"takes bfloat16 and float16, not {str(facts.dtype).removeprefix('torch.')}")
+    reasons = not_16_bit_cuda(facts)
     dim = facts.extra.get("head_dim", 8)
     if dim % 8 or not 8 <= dim <= 256:
         reasons.append(f"takes head sizes up to 256 that are multiples of 8, not {dim}")

@@ -18,7 +18,7 @@ WORKSPACE_BYTES = 128 * 2**20
 
 @cache
 def _workspace(device: torch.device) -> Tensor:
-    """For all layers and steps, which follow each other on one stream."""
+    """For all layers and steps, which follow each other on one stream; kept as long as the process."""
     return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 

@@ -122,6 +122,7 @@ def _compute_item(
                 v_free, keys, position, window, scale, cap, score_layout, acc_layout, weight_layout, DIM, STAGES,
                 False, False, True, True, CAP,
             )  # fmt: skip
+        # As below, but that branch must not exist here: nothing reaches it, and Triton 3.6 fails to compile it.
         acc, next_item, next_q = _last(
             acc, weight, weight, base + alone - 1, v_bufs, v_ready, v_free, queue, queue_ready, queue_free, done, items,
             plan_ptr, q_ptr, q_stride, q_head_stride, False, PART, GROUP, DIM, STAGES, HEADS, ENTRY, LAYOUT,

@@ -10,7 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.providers.triton.attention_hopper import hopper_kernel
-from rapid_infer.ops.providers.triton.attention_prefill_config import PrefillConfig, tma_view
+from rapid_infer.ops.providers.triton.attention_prefill_config import PAGE, PrefillConfig, tma_view
 from rapid_infer.ops.providers.triton.attention_prefill_plan import ENTRY
 from rapid_infer.ops.providers.triton.launch import num_multiprocessors, options
 
@@ -35,8 +35,7 @@ def prefill_hopper(
     _, block_size, kv_heads, dim = k_cache.shape
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     tiles = [
-        TensorDescriptor.from_tensor(tma_view(cache, config.keys), [1, config.keys, dim], layout)
-        for cache in (k_cache, v_cache)
+        TensorDescriptor.from_tensor(tma_view(cache, PAGE), [1, PAGE, dim], layout) for cache in (k_cache, v_cache)
     ]
     programs = min(kv_heads * plan.shape[0], num_multiprocessors(q.device))
     hopper_kernel[(programs,)](

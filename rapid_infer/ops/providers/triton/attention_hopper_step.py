@@ -7,9 +7,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from rapid_infer.ops.providers.triton.attention_hopper_copy import PAGE, place
+from rapid_infer.ops.providers.triton.attention_prefill_config import QUERIES
 
-ROWS = gl.constexpr(64)
-"""Query heads of a warpgroup."""
+ROWS = gl.constexpr(QUERIES // 2)
+"""Query heads of a warpgroup, of which there are two."""
 
 
 @gluon.jit

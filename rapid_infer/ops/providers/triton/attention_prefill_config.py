@@ -31,7 +31,7 @@ class PrefillConfig:
     """`queries` query heads of a program, all its tokens together, and `keys` keys at a time.
 
     tma: tiles of keys are copied by TMA, else each thread copies its part. hopper: the kernel for SM 90 alone, which
-    takes tma, and has 128 queries and its own number of warps.
+    takes tma, and has QUERIES queries, one or two times PAGE keys, stages of two pages and its own number of warps.
     """
 
     queries: int
