@@ -191,11 +191,12 @@ class AsyncLLM:
         elif name in self._waiting:
             raise RequestError(f"request id {name!r} is in use; expected a new one")
         ids = self.inputs.encode(prompt)
-        requests = self.inputs.requests(name, ids, params)
-        try:
-            frames = [frame(messages.encode(messages.pack_request(request))) for request in requests]
-        except ValueError as error:
-            raise RequestError(f"the request cannot be sent to the engine: {error}") from error
+        with self.inputs.forgetting_refused():
+            requests = self.inputs.requests(name, ids, params)
+            try:
+                frames = [frame(messages.encode(messages.pack_request(request))) for request in requests]
+            except ValueError as error:
+                raise RequestError(f"the request cannot be sent to the engine: {error}") from error
         waiting = _Waiting(name, kind, [request.request_id for request in requests])
         output = RequestOutput(name, prompt if isinstance(prompt, str) else None, ids, [])
         self.outputs.add(output, params, kind, waiting.engine_ids)
