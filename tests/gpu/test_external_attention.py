@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from rapid_infer import LLM, SamplingParams
 from rapid_infer.ops import OPS, OpFacts, load_providers
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.paged_attention import make_metadata
 from rapid_infer.ops.registry import Case
+from rapid_infer.testing.tiny import TINY, make_checkpoint
 
 load_providers()
 
@@ -157,3 +160,29 @@ def test_the_user_chooses_it(name: str) -> None:
     facts = OpFacts.of("cuda", torch.bfloat16, **extra)
     usable(name, torch.bfloat16, extra)
     assert OP.bind(facts, [name]).provider == name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_engine_runs_on_it(name: str, tmp_path: Path) -> None:
+    """Prompts in chunks beside decoding rows: what it wrote scores as high in fp32 on the CPU."""
+    from transformers import Qwen3Config
+
+    usable(name, torch.float16, {"head_dim": 64, "block_size": block_size(name), "cuda_graphs": False})
+    model = str(make_checkpoint(tmp_path, Qwen3Config(**TINY, head_dim=64)))
+    prompts = [[(7 * i + j) % 199 for j in range(3 + 23 * i)] for i in range(9)]
+    params = SamplingParams(temperature=0, max_tokens=20, logprobs=0)
+    options = {"op_priority": {"paged_attention": [name]}, "block_size": block_size(name), "enforce_eager": True}
+    with LLM(
+        model, skip_tokenizer_init=True, dtype="float16", device="cuda", max_num_batched_tokens=64, **options
+    ) as llm:
+        wrote = [output.outputs[0] for output in llm.generate(prompts, params)]
+    texts = [prompt + completion.token_ids for prompt, completion in zip(prompts, wrote)]
+    with LLM(model, skip_tokenizer_init=True, dtype="float32", device="cpu") as llm:
+        scored = llm.generate(texts, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    for text, completion, output in zip(texts, wrote, scored):
+        assert completion.logprobs
+        assert output.prompt_logprobs
+        assert len(completion.token_ids) == 20
+        got = [at[token].logprob for at, token in zip(completion.logprobs, completion.token_ids)]
+        want = [at[token].logprob for at, token in zip(output.prompt_logprobs[-20:], text[-20:]) if at]
+        torch.testing.assert_close(torch.tensor(got), torch.tensor(want), atol=2e-2, rtol=0)

@@ -200,11 +200,13 @@ def test_an_installed_package_adds_a_provider(double: Op, tmp_path: Path, monkey
     assert bound(torch.ones(1)).item() == 2
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rows", [1, 8, 9, 200])
-def test_norms_round_where_the_reference_does(rows: int) -> None:
+def test_norms_round_where_the_reference_does(device: str, rows: int) -> None:
     """Once before the weight is applied and once after, whatever else is in the batch."""
     torch.manual_seed(0)
-    x, weight = torch.randn(rows, 576).bfloat16(), torch.randn(576).bfloat16()
-    found = OPS["rms_norm"].providers["cpu"].fn(x, weight, 1e-6)
+    x, weight = torch.randn(rows, 576).bfloat16().to(device), torch.randn(576).bfloat16().to(device)
+    provider = {"cpu": "cpu", "cuda": "triton"}[device]
+    found = OPS["rms_norm"].providers[provider].fn(x, weight, 1e-6)
     differ = found != OPS["rms_norm"].reference(x, weight, 1e-6)
     assert differ.float().mean() < 1e-3

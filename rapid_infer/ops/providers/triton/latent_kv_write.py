@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
+from rapid_infer.ops.providers.triton.norm import weigh
 
 HEADS_AT_ONCE = 16
 WARPS = 4
@@ -42,7 +43,7 @@ def _kernel(
         key_b = tl.load(kv + RANK + b_at, mask=in_pair, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(latent * latent) / RANK + eps)
         cached = cache_ptr.dtype.element_ty
-        tl.store(entry + index, (latent * scale * weight).to(cached), mask=inside)
+        tl.store(entry + index, weigh(latent, scale, weight, cached), mask=inside)
         tl.store(entry + RANK + a_at, (key_a * cos - key_b * sin).to(cached), mask=in_pair)
         tl.store(entry + RANK + b_at, (key_b * cos + key_a * sin).to(cached), mask=in_pair)
     else:

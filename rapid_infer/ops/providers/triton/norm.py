@@ -11,6 +11,12 @@ from rapid_infer.ops.providers.triton.launch import options, start_next, wait_pr
 
 
 @triton.jit
+def weigh(x, scale, weight, dtype: tl.constexpr):
+    """`x * scale * weight`, rounded to `dtype` before the weight is applied and after it, as in the reference."""
+    return ((x * scale).to(dtype).to(tl.float32) * weight).to(dtype)
+
+
+@triton.jit
 def _norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, stride, size, eps,
     ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -28,7 +34,7 @@ def _norm_kernel(
         tl.store(residual_ptr + row * size + column, x, mask=inside)
         x = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x) / size + eps)
-    tl.store(out_ptr + row * size + column, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * size + column, weigh(x, scale, weight, out_ptr.dtype.element_ty), mask=inside)
 
 
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:

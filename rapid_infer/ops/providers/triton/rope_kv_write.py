@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
+from rapid_infer.ops.providers.triton.norm import weigh
 
 FEW_TOKENS = 64
 """Up to here a program takes few heads, so that one token fills more of the device."""
@@ -71,17 +72,17 @@ def _kernel(
     scale = tl.rsqrt(total / DIM + eps)[:, None]
     dtype = q_ptr.dtype.element_ty
     if Q_NORM:
-        a = tl.where(is_q[:, None], (a * scale * tl.load(q_weight_ptr + a_at, mask=in_pair, other=0.0)).to(dtype), a)
-        b = tl.where(is_q[:, None], (b * scale * tl.load(q_weight_ptr + b_at, mask=in_pair, other=0.0)).to(dtype), b)
+        a = tl.where(is_q[:, None], weigh(a, scale, tl.load(q_weight_ptr + a_at, mask=in_pair, other=0.0), dtype), a)
+        b = tl.where(is_q[:, None], weigh(b, scale, tl.load(q_weight_ptr + b_at, mask=in_pair, other=0.0), dtype), b)
         if REST_PAD > 0:
             weight = tl.load(q_weight_ptr + rest_at, mask=rest_at < DIM, other=0.0)
-            rest = tl.where(is_q[:, None], (rest * scale * weight).to(dtype), rest)
+            rest = tl.where(is_q[:, None], weigh(rest, scale, weight, dtype), rest)
     if K_NORM:
-        a = tl.where(is_k[:, None], (a * scale * tl.load(k_weight_ptr + a_at, mask=in_pair, other=0.0)).to(dtype), a)
-        b = tl.where(is_k[:, None], (b * scale * tl.load(k_weight_ptr + b_at, mask=in_pair, other=0.0)).to(dtype), b)
+        a = tl.where(is_k[:, None], weigh(a, scale, tl.load(k_weight_ptr + a_at, mask=in_pair, other=0.0), dtype), a)
+        b = tl.where(is_k[:, None], weigh(b, scale, tl.load(k_weight_ptr + b_at, mask=in_pair, other=0.0), dtype), b)
         if REST_PAD > 0:
             weight = tl.load(k_weight_ptr + rest_at, mask=rest_at < DIM, other=0.0)
-            rest = tl.where(is_k[:, None], (rest * scale * weight).to(dtype), rest)
+            rest = tl.where(is_k[:, None], weigh(rest, scale, weight, dtype), rest)
     if ROTATE:
         angle = cos_sin_ptr + _column(position * 2 * HALF, TOKENS) + pair[None, :]
         cos = tl.load(angle, mask=in_pair[None, :], other=1.0)
