@@ -14,7 +14,13 @@ from torch import Tensor
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.providers.triton import attention_groups
 from rapid_infer.ops.providers.triton.attention_plan import decode_plan, first_tile, row_part
-from rapid_infer.ops.providers.triton.attention_shared import arrive, attend_shared, queries_per_item, rows_per_item
+from rapid_infer.ops.providers.triton.attention_shared import (
+    arrive,
+    attend_shared,
+    queries_per_item,
+    rows_per_item,
+    shared_by,
+)
 from rapid_infer.ops.providers.triton.attention_tile import (
     add_parts,
     attend,
@@ -108,9 +114,11 @@ def _decode_kernel(
     quota = tl.load(quota_ptr)
     first_row = tl.load(slice_row_ptr + slice)
     last_row = tl.load(slice_row_ptr + slice + 1)
+    next_tiles, next_item, rows_done = 0, -1, 0
     if PACK > 0:
         shared_quota = tl.load(shared_quota_ptr)
         if shared_quota > 0:
+            next_tiles, next_item = shared_by(first_row, shared_ptr)
             attend_shared(
                 slice, head, shared_quota, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, table_ptr, rows_ptr,
                 item_first_ptr, order_ptr, items_ptr, slice_item_ptr, item_arrived_ptr,
@@ -126,12 +134,13 @@ def _decode_kernel(
         q = tl.load(q_at + dim[None, :], mask=real, other=0.0)
         begin, end, first_slice, slices = row_part(first_ptr, row, slice, quota, ROW_COST)
         skipped = first_tile(keys, window, TILE, WINDOW)
-        item = 0
+        item = next_item
         if PACK > 0:  # noqa: SIM102 (known when compiled; the other is not)
             # Windows and shared blocks exclude each other.
             if shared_quota > 0:
-                skipped = tl.load(shared_ptr + row * 2)
-                item = tl.load(shared_ptr + row * 2 + 1)
+                skipped = next_tiles
+                next_tiles, next_item = shared_by(tl.minimum(row + 1, last_row), shared_ptr)
+        done = (begin < end) & (slices == 1)
         if begin < end:
             acc, top, total = attend(
                 tl.zeros([M, DIM_PAD], tl.float32),
@@ -141,7 +150,6 @@ def _decode_kernel(
                 (skipped + begin) * TILE, tl.minimum((skipped + end) * TILE, keys), keys, block_stride, token_stride,
                 window, scale, cap, DIM, DIM_PAD, TILE, BLOCK_SIZE, True, WINDOW, CAP,
             )  # fmt: skip
-            done = slices == 1
             if done:
                 _row_done(
                     acc, top, total, out_ptr, lse_ptr, sinks_ptr, shared_partial_ptr, shared_stats_ptr,
@@ -160,13 +168,16 @@ def _decode_kernel(
                         row_acc, row_top, row_total, out_ptr, lse_ptr, sinks_ptr, shared_partial_ptr, shared_stats_ptr,
                         row, head, tl.arange(0, GROUP_PAD), skipped, KV_HEADS, GROUP, DIM, DIM_PAD, PACK, SINKS, LSE,
                     )  # fmt: skip
-            if PACK > 0:  # noqa: SIM102 (known when compiled; the other is not)
-                if done & (skipped > 0):
-                    arrive(
-                        item, head, out_ptr, lse_ptr, sinks_ptr, order_ptr, items_ptr, item_arrived_ptr,
-                        shared_partial_ptr, shared_stats_ptr, rows,
-                        KV_HEADS, GROUP, PACK, QUERIES, DIM, DIM_PAD, SINKS, LSE,
-                    )  # fmt: skip
+        if PACK > 0:
+            # Rows of an item often follow each other. They arrive together: publishing takes as long as a tile.
+            rows_done += (done & (skipped > 0)).to(tl.int32)
+            if (rows_done > 0) & ((row == last_row) | (next_item != item)):
+                arrive(
+                    item, head, rows_done, out_ptr, lse_ptr, sinks_ptr, order_ptr, items_ptr, item_arrived_ptr,
+                    shared_partial_ptr, shared_stats_ptr, rows,
+                    KV_HEADS, GROUP, PACK, QUERIES, DIM, DIM_PAD, SINKS, LSE,
+                )  # fmt: skip
+                rows_done = 0
 
 
 def decode(

@@ -40,6 +40,13 @@ def queries_per_item(q: Tensor) -> int:
 
 
 @triton.jit
+def shared_by(row, shared_ptr):
+    """(tiles that a row shares, its item; -1 without any)."""
+    tiles = tl.load(shared_ptr + row * 2)
+    return tiles, tl.where(tiles > 0, tl.load(shared_ptr + row * 2 + 1), -1)
+
+
+@triton.jit
 def attend_shared(
     slice, head, quota, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, table_ptr, rows_ptr,
     item_first_ptr, order_ptr, items_ptr, slice_item_ptr, arrived_ptr, partial_ptr, stats_ptr,
@@ -73,7 +80,7 @@ def attend_shared(
             place = (rows + first + nth + slice * PACK) * KV_HEADS + head
             store_part(acc, top, total, partial_ptr, stats_ptr, place, group, exists, GROUP, DIM_PAD)
             arrive(
-                item, head, out_ptr, lse_ptr, sinks_ptr, order_ptr, items_ptr, arrived_ptr,
+                item, head, 1, out_ptr, lse_ptr, sinks_ptr, order_ptr, items_ptr, arrived_ptr,
                 partial_ptr, stats_ptr, rows,
                 KV_HEADS, GROUP, PACK, M, DIM, DIM_PAD, SINKS, LSE,
             )  # fmt: skip
@@ -81,11 +88,11 @@ def attend_shared(
 
 @triton.jit
 def arrive(
-    item, head, out_ptr, lse_ptr, sinks_ptr, order_ptr, items_ptr, arrived_ptr, partial_ptr, stats_ptr, rows,
+    item, head, parts, out_ptr, lse_ptr, sinks_ptr, order_ptr, items_ptr, arrived_ptr, partial_ptr, stats_ptr, rows,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, M: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """A slice of an item, or a row's own keys, are done. The last one writes the item's results.
+    """`parts` of an item are done, slices of it or its rows' own keys. With the last one its results are written.
 
     Always added up in the same order: own keys first, then slices.
     """
@@ -94,7 +101,7 @@ def arrive(
     # All threads' results before the one that counts, which publishes them.
     tl.debug_barrier()
     arrived = arrived_ptr + item * KV_HEADS + head
-    if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == count + slices - 1:
+    if tl.atomic_add(arrived, parts, sem="acq_rel", scope="gpu") == count + slices - parts:
         tl.store(arrived, 0)
         index = tl.arange(0, M)
         nth = index // GROUP
