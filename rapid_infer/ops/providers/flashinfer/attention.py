@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from functools import cache
 from typing import Any
@@ -11,6 +12,8 @@ from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
+
+logger = logging.getLogger(__name__)
 
 WORKSPACE_BYTES = 128 * 2**20
 """What the library asks for, to add up parts of keys."""
@@ -25,6 +28,7 @@ def _workspace(device: torch.device) -> Tensor:
 @cache
 def _wrapper(device: torch.device, kind: Any) -> Any:
     """Holds one plan, the newest: planning waits for the step before, so no kernel still reads the last one."""
+    logger.info("FlashInfer compiles a kernel when it is first needed, which takes minutes; it keeps what it compiled")
     return BatchPrefillWithPagedKVCacheWrapper(_workspace(device), kv_layout="NHD", backend="auto")
 
 
