@@ -83,6 +83,11 @@ class EngineConfig:
     op_priority: tuple[tuple[str, tuple[str, ...]], ...] = ()
     notes: tuple[str, ...] = ()
 
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether steps are recorded."""
+        return self.device == "cuda" and not self.enforce_eager
+
 
 @dataclass(frozen=True)
 class EngineArgs:

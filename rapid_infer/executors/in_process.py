@@ -47,7 +47,7 @@ class InProcessExecutor:
         spare = None if self.memory is None else self.memory.cache
         self.cache_plan, max_model_len = build.plan_cache(config, groups, spare)
         build.allocate_caches(self.built.model, self.cache_plan.num_blocks, self.cache_plan.block_size, device)
-        if device.type == "cuda" and not config.enforce_eager:
+        if config.cuda_graphs:
             self._capture(config)
         self._info = ModelInfo(
             architecture=checkpoint.architecture,

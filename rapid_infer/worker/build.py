@@ -49,7 +49,7 @@ def build_model(cls: Any, checkpoint: Checkpoint, config: EngineConfig, device: 
         max_positions=config.model.max_model_len,
         quant=select_scheme(checkpoint.quantization_config),
         block_size=config.cache.block_size,
-        cuda_graphs=device.type == "cuda" and not config.enforce_eager,
+        cuda_graphs=config.cuda_graphs,
     )
     with torch.device(device), torch.no_grad():
         model = cls(model_config, ctx)

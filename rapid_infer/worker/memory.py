@@ -65,7 +65,7 @@ def measure(runner: ModelRunner, config: EngineConfig) -> MemoryProfile:
     _run(runner, config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
     step = torch.cuda.max_memory_allocated() - before
     # Mixed steps are recorded up to the largest, in a pool of their own.
-    graphs = 0 if config.enforce_eager else step + GRAPH_OVERHEAD + _nodes(runner, config)
+    graphs = step + GRAPH_OVERHEAD + _nodes(runner, config) if config.cuda_graphs else 0
     runner.table.length.zero_()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

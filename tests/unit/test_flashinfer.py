@@ -15,11 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from rapid_infer.layers.attention import Attention
-from rapid_infer.layers.context import BuildContext
+from rapid_infer import ModelRegistry
+from rapid_infer.config import CheckpointFacts, DeviceFacts, EngineArgs
+from rapid_infer.models import read_checkpoint
 from rapid_infer.ops import OPS, OpFacts, OpResolver, load_providers
 from rapid_infer.ops.paged_attention import make_metadata
 from rapid_infer.ops.providers import installed
+from rapid_infer.testing.tiny import TINY, make_checkpoint
+from rapid_infer.worker.build import build_model
 
 load_providers()
 
@@ -55,19 +58,28 @@ def test_where_it_can_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         installed.has.cache_clear()
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-def test_a_layer_says_whether_its_steps_are_recorded(graphs: bool) -> None:
+@pytest.mark.parametrize(
+    ("device", "eager", "graphs"), [("cuda", False, True), ("cuda", True, False), ("cpu", False, False)]
+)
+def test_layers_say_whether_steps_are_recorded(
+    device: str, eager: bool, graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import LlamaConfig
+
     seen: list[Any] = []
-    ops = OpResolver("cpu")
-    bind = ops.bind
+    bind = OpResolver.bind
 
-    def note(name: str, dtype: torch.dtype, **extra: Any) -> Any:
-        seen.append(extra.get("cuda_graphs"))
-        return bind(name, dtype, **extra)
+    def note(self: OpResolver, name: str, dtype: torch.dtype, **extra: Any) -> Any:
+        if name == "paged_attention":
+            seen.append(extra["cuda_graphs"])
+        return bind(self, name, dtype, **extra)
 
-    ops.bind = note  # type: ignore[method-assign]
-    Attention(BuildContext(torch.float32, ops, 64, block_size=16, cuda_graphs=graphs), 2, 1, 16, rope=None)
-    assert graphs in seen
+    monkeypatch.setattr(OpResolver, "bind", note)
+    checkpoint = read_checkpoint(make_checkpoint(tmp_path, LlamaConfig(**TINY)))
+    args = EngineArgs(dtype="bfloat16", enforce_eager=eager)
+    config = args.resolve(CheckpointFacts(512, "bfloat16"), DeviceFacts(device, True, 1 << 40))
+    build_model(ModelRegistry.resolve(checkpoint.architecture), checkpoint, config, "meta")
+    assert seen == [graphs] * TINY["num_hidden_layers"]
 
 
 class Wrapper:
