@@ -101,8 +101,8 @@ class EngineArgs:
     max_model_len           longest sequence, prompt and answer; auto: the model's own, less if the cache is smaller
     max_num_seqs            requests that run at once; auto: 256 on a GPU, 64 on a CPU
     max_num_batched_tokens  tokens of one step; auto: 8192 on a GPU, 512 on a CPU. With fewer, other requests' answers
-                            flow more evenly beside long prompts, whose first token comes a little later; models with
-                            experts then take prompts in more slowly (a fifth at 2048)
+                            flow more evenly beside long prompts, whose first token comes a little later; a model with
+                            experts then takes prompts in more slowly (Qwen3-30B-A3B by a fifth at 2048)
     block_size              tokens of one cache block; auto: 64 on a GPU, 16 on a CPU
     gpu_memory_utilization  share of the GPU's memory that weights, steps and cache may take together
     kv_cache_memory_bytes   size of the cache; auto: what is measured to be left, on a CPU a quarter of what is free, at
