@@ -9,9 +9,10 @@ from pathlib import Path
 from rapid_infer.errors import HubError
 from rapid_infer.hub.cache import file_lock
 from rapid_infer.hub.choose import FALLBACK_SECONDS, LIST_SECONDS, PUBLIC, Endpoints, hub_order, open_source, within
+from rapid_infer.hub.contents import empty_files
 from rapid_infer.hub.entry import FileEntry
 from rapid_infer.hub.fill import fill, to_fetch
-from rapid_infer.hub.lockfile import DIRECTORY_LOCK, Lock
+from rapid_infer.hub.lockfile import DIRECTORY_LOCK, Lock, listed
 from rapid_infer.hub.progress import Watcher
 from rapid_infer.hub.reference import ModelRef
 from rapid_infer.hub.selection import select
@@ -96,6 +97,11 @@ def _from_source(
     seconds = LIST_SECONDS if last else FALLBACK_SECONDS
     commit, entries = within(seconds, lambda: _list(source, ref), f"{source.title} ({source.endpoint})")
     files = tuple(select(entries, wanted.include))
+    if empty := empty_files(files):
+        raise SourceError(
+            f"{source.title} ({source.endpoint}): {ref.name}: lists {listed(empty)} with 0 bytes, which no model can "
+            "be loaded from; the upload is damaged"
+        )
     why = f"after {failed[-1]}" if failed else "the only one asked for" if last else "the first in order"
     reason = f"{ref.name} from {source.title} ({source.endpoint}): {why}"
     _tell(watcher, reason)

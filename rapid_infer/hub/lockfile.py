@@ -6,11 +6,12 @@ files all have the sizes that its lock names is complete and was verified when i
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rapid_infer.errors import HubError
+from rapid_infer.hub.contents import empty_files
 from rapid_infer.hub.entry import FileEntry, checked_entry
 
 LOCK_NAME = "rapid-infer.lock.json"
@@ -97,7 +98,7 @@ def is_ours(path: str) -> bool:
     return name in (LOCK_NAME, DIRECTORY_LOCK) or name.endswith(".part")
 
 
-def wrong_sizes(directory: Path, files: Iterable[FileEntry]) -> list[str]:
+def wrong_sizes(directory: Path, files: Sequence[FileEntry]) -> list[str]:
     """What is missing, one line a file; empty when every file is there at its size. Reads no file."""
     found = []
     for entry in files:
@@ -108,7 +109,8 @@ def wrong_sizes(directory: Path, files: Iterable[FileEntry]) -> list[str]:
             continue
         if size != entry.size:
             found.append(f"{entry.path} has {size} bytes where {entry.size} are expected")
-    return found
+    # Locks that older versions wrote may say so.
+    return found + [f"{path} is empty" for path in empty_files(files)]
 
 
 def listed(lines: list[str]) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, BinaryIO
 
+from rapid_infer.hub.contents import safetensors_fault
 from rapid_infer.hub.entry import FileEntry, feed, hasher
 from rapid_infer.hub.http import Fault, Policy, Refused, ranged_get
 from rapid_infer.hub.source import SourceError
@@ -92,6 +93,12 @@ class Transfer:
                     self._pause(waited)
                 except Refused as refused:
                     raise SourceError(f"{self.entry.path}: {refused}") from refused
+        if self._target.suffix == ".safetensors" and (damage := safetensors_fault(self._part)) is not None:
+            self._part.unlink()
+            raise SourceError(
+                f"{self.entry.path}: got a damaged safetensors file of {self.entry.size} bytes ({damage}) with the "
+                "digest that the hub lists; the hub's own copy is damaged: try another hub or revision"
+            )
         self._part.replace(self._target)
 
     def _open(self, file: BinaryIO) -> None:

@@ -1,5 +1,6 @@
 """A model as the fake hubs hold it, and which of its files a download takes."""
 
+import json
 import random
 from pathlib import Path
 
@@ -15,6 +16,16 @@ WEIGHTS = SHARDS[0]
 SIZE = 300_000
 """Bytes of a weight file."""
 
+
+def safetensors(size: int) -> bytes:
+    """A file of `size` bytes with one tensor of random ones."""
+    header = b""
+    for _ in range(3):  # the length of the header depends on the numbers in it
+        count = size - 8 - len(header)
+        header = json.dumps({"w": {"dtype": "U8", "shape": [count], "data_offsets": [0, count]}}).encode()
+    return len(header).to_bytes(8, "little") + header + _RANDOM.randbytes(count)
+
+
 MODEL: Files = {
     ".gitattributes": b"*.safetensors filter=lfs\n",
     "LICENSE": b"Apache-2.0",
@@ -25,8 +36,8 @@ MODEL: Files = {
     "empty.txt": b"",
     "generation_config.json": b"{}",
     "merges.txt": b"a b\n",
-    SHARDS[0]: _RANDOM.randbytes(SIZE),
-    SHARDS[1]: _RANDOM.randbytes(SIZE),
+    SHARDS[0]: safetensors(SIZE),
+    SHARDS[1]: safetensors(SIZE),
     "model.safetensors.index.json": b'{"weight_map": {}}',
     "modeling_x.py": b"import os",
     "original/consolidated.00.pth": b"old",

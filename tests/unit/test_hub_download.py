@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from conftest import Hubs
 from fake_hub import Fault
-from hub_model import MODEL, SHARDS, SMALL, TAKEN, WEIGHTS, publish, stored
+from hub_model import MODEL, SHARDS, SIZE, SMALL, TAKEN, WEIGHTS, publish, safetensors, stored
 
 from rapid_infer.errors import HubError
 from rapid_infer.hub import fetch, fill, http, resolve
@@ -61,7 +61,7 @@ def test_a_second_start_needs_no_network_and_no_time(hubs: Hubs, monkeypatch: py
     ],
 )
 def test_one_weight_format(hubs: Hubs, tmp_path: Path, listed: list[str], taken: list[str] | None) -> None:
-    publish(hubs, "hf", {"config.json": b"{}", **{name: b"x" for name in listed}})
+    publish(hubs, "hf", {"config.json": b"{}", **dict.fromkeys(listed, safetensors(100))})
     done = fetch("hf:org/name", to=tmp_path / "m")
     assert set(done.fetched) == {"config.json", *(taken or listed)}
 
@@ -133,6 +133,55 @@ def test_include_takes_what_matches_and_is_no_model(hubs: Hubs) -> None:
     assert stored(resolve(ref)).keys() == TAKEN | {"modeling_x.py"}
 
 
+@BOTH
+@pytest.mark.parametrize("name", [WEIGHTS, "config.json", "tokenizer.json", "model.safetensors.index.json"])
+def test_an_empty_file_is_refused_before_the_first_byte(hubs: Hubs, tmp_path: Path, place: str, name: str) -> None:
+    ref, hub = publish(hubs, place, {**MODEL, name: b""})
+    for dry_run in (True, False):
+        with pytest.raises(HubError, match=rf"lists {name} with 0 bytes, which no model can be loaded from"):
+            fetch(ref, to=tmp_path / "m", dry_run=dry_run)
+    assert not any(seen.file for seen in hub.log)
+    publish(hubs, place, {**MODEL, "original/x.bin": b""})
+    assert set(fetch(ref, to=tmp_path / "m").fetched) == TAKEN, "what is not taken may be empty"
+
+
+DAMAGED = {
+    "cut off": MODEL[WEIGHTS][:-1],
+    "cut off in the header": MODEL[WEIGHTS][:30],
+    "one byte": b"x",
+    "more than its header says": MODEL[WEIGHTS] + b"x",
+    "a pointer of git LFS": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 300000\n",
+}
+
+
+@pytest.mark.parametrize("place", ["hf", "ms"])
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_a_file_that_is_damaged_on_the_hub_is_refused(hubs: Hubs, tmp_path: Path, place: str, kind: str) -> None:
+    ref, hub = publish(hubs, place, {**SMALL, WEIGHTS: DAMAGED[kind]})
+    with pytest.raises(HubError, match=rf"{WEIGHTS}: got a damaged safetensors file of {len(DAMAGED[kind])} bytes"):
+        fetch(ref, to=tmp_path / "m")
+    assert WEIGHTS not in stored(tmp_path / "m")
+    assert hub.gets(WEIGHTS) == 1, "asking again does not help"
+
+
+def test_a_damaged_upload_is_left_for_the_next_hub(hubs: Hubs, tmp_path: Path) -> None:
+    publish(hubs, "ms", SMALL)
+    for name in ("config.json", WEIGHTS):
+        publish(hubs, "hf", {**SMALL, name: b""})
+        assert fetch("org/name", to=tmp_path / name).source == "modelscope"
+
+
+def test_an_empty_file_of_an_older_version_is_seen_at_the_start(hubs: Hubs, tmp_path: Path) -> None:
+    """A lock may say 0 bytes: once such files were taken as downloaded."""
+    made = fetch(publish(hubs, "hf", SMALL)[0], to=tmp_path / "m").directory
+    lock = json.loads((made / LOCK_NAME).read_text())
+    next(file for file in lock["files"] if file["path"] == WEIGHTS)["size"] = 0
+    (made / LOCK_NAME).write_text(json.dumps(lock))
+    (made / WEIGHTS).write_bytes(b"")
+    with pytest.raises(HubError, match=rf"{WEIGHTS} is empty"):
+        resolve(str(made))
+
+
 def test_dry_run_fetches_nothing(hubs: Hubs, tmp_path: Path) -> None:
     ref, hub = publish(hubs, "ms")
     done = fetch(ref, to=tmp_path / "m", dry_run=True)
@@ -153,6 +202,16 @@ def test_a_new_commit_fetches_what_changed(hubs: Hubs) -> None:
     assert hub.gets(WEIGHTS) == 1
 
 
+def test_a_file_of_another_commit_that_was_cut_off_is_not_taken_over(hubs: Hubs) -> None:
+    ref, _ = publish(hubs, "ms")
+    first = resolve(ref)
+    (first / WEIGHTS).write_bytes(MODEL[WEIGHTS][:-1])
+    publish(hubs, "ms", {**MODEL, "README.md": b"# Better\n"})
+    done = fetch(ref)
+    assert set(done.fetched) == {"README.md", WEIGHTS}
+    assert stored(done.directory)[WEIGHTS] == MODEL[WEIGHTS]
+
+
 def test_a_file_of_another_size_is_seen_at_the_start(hubs: Hubs) -> None:
     ref, hub = publish(hubs, "hf", SMALL)
     made = resolve(ref)
@@ -169,7 +228,7 @@ def test_a_file_of_another_size_is_seen_at_the_start(hubs: Hubs) -> None:
 def test_an_update_that_fails_leaves_what_was_there(hubs: Hubs) -> None:
     ref, hub = publish(hubs, "hf", SMALL)
     first = resolve(ref)
-    publish(hubs, "hf", {**SMALL, WEIGHTS: b"new"})
+    publish(hubs, "hf", {**SMALL, WEIGHTS: safetensors(100)})
     hub.faults[WEIGHTS] = [Fault("404", times=None)]
     with pytest.raises(HubError):
         fetch(ref)
@@ -226,7 +285,7 @@ def test_a_disk_too_full_for_another_commit_keeps_the_old_one(
 ) -> None:
     ref, _ = publish(hubs, "hf", SMALL)
     fetch(ref, to=tmp_path)
-    publish(hubs, "hf", {**SMALL, WEIGHTS: SMALL[WEIGHTS] * 2})
+    publish(hubs, "hf", {**SMALL, WEIGHTS: safetensors(2 * SIZE)})
     free = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
     with pytest.raises(HubError, match="of free space"):

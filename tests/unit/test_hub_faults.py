@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import Hubs
 from fake_hub import Fault
-from hub_model import PLACES, SIZE, WEIGHTS, publish
+from hub_model import PLACES, SIZE, WEIGHTS, publish, safetensors
 from hub_model import SMALL as MODEL
 
 from rapid_infer.errors import HubError
@@ -151,11 +151,12 @@ def test_a_part_of_another_version_is_not_used(hubs: Hubs, tmp_path: Path) -> No
     (part,) = (tmp_path / "model").glob(f"{WEIGHTS}.*.part")
     assert part.stat().st_size == 100_000
     hub.faults.clear()
-    publish(hubs, "hf", {**MODEL, WEIGHTS: b"new" * 100_000})
+    new = safetensors(SIZE)
+    publish(hubs, "hf", {**MODEL, WEIGHTS: new})
     before = hub.sent(WEIGHTS)
     fetch(ref, to=tmp_path / "model")
     assert hub.sent(WEIGHTS) - before == SIZE
-    assert (tmp_path / "model" / WEIGHTS).read_bytes() == b"new" * 100_000
+    assert (tmp_path / "model" / WEIGHTS).read_bytes() == new
     assert not part.exists()
 
 

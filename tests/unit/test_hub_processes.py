@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from conftest import Hubs
 from fake_hub import Fault, Server
-from hub_model import MODEL, SHARDS, TAKEN, publish
+from hub_model import MODEL, SHARDS, SIZE, TAKEN, publish, safetensors
 
 from rapid_infer.hub.lockfile import LOCK_NAME
 
 RATE = 1e6
-FILES = {"config.json": b"{}", "model.safetensors": MODEL[SHARDS[0]] * 7}
+FILES = {"config.json": b"{}", "model.safetensors": safetensors(7 * SIZE)}
 RESOLVE = "import sys; from rapid_infer.hub import resolve; print(resolve(sys.argv[1]))"
 
 
@@ -66,7 +66,7 @@ def test_a_stopped_download_is_resumed(hubs: Hubs, tmp_path: Path, place: str, h
 
 
 def test_an_interrupt_does_not_wait_for_a_dead_server(hubs: Hubs, tmp_path: Path) -> None:
-    ref, hub = publish(hubs, "ms", {**FILES, "model-2.safetensors": FILES["model.safetensors"][1:]})
+    ref, hub = publish(hubs, "ms", {**FILES, "model-2.safetensors": safetensors(7 * SIZE - 1)})
     for file in ("model.safetensors", "model-2.safetensors"):
         hub.faults[file] = [Fault("stall", at=600_000, times=None)]
     process = download(ref, tmp_path / "m")
