@@ -63,6 +63,7 @@ def test_the_same_model_on_both_hubs(hubs: Hubs, tmp_path: Path, place: str, oth
     assert verify(made, against=other).ok, "what one hub adds of its own is no fault"
     (made / WEIGHTS).unlink()
     assert states(made, other)[WEIGHTS] == "missing"
+    assert not verify(made, against=other).ok
 
 
 def test_any_directory_can_be_compared(hubs: Hubs, tmp_path: Path) -> None:
@@ -144,6 +145,10 @@ def test_verify_command(hubs: Hubs, tmp_path: Path, run: Run) -> None:
     assert f"{WEIGHTS}" in out.splitlines()[1]
     assert "1 differ, 0 are missing" in out
     assert json.loads(run("verify", made, "--json")[1])["ok"] is False
+    (tmp_path / "m" / WEIGHTS).unlink()
+    code, out, _ = run("verify", made)
+    assert code == 1, "a missing file alone is a fault"
+    assert "0 differ, 1 are missing" in out
 
 
 @pytest.mark.parametrize(
