@@ -34,6 +34,10 @@ def download(
         bool, typer.Option("--offline", metavar="", help="Open no connection; say whether everything is there.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", metavar="", help="Only list what would be fetched.")] = False,
+    force: Annotated[
+        bool,
+        typer.Option("--force", metavar="", help="In DIR, replace files of another model and files that were changed."),
+    ] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Download a model and verify every file. Example: rapid-infer download Qwen/Qwen3-0.6B
@@ -52,6 +56,7 @@ def download(
         endpoints=hubs.Endpoints(hf_endpoint, modelscope_endpoint),
         dry_run=dry_run,
         offline=offline or None,
+        force=force,
     )
     if as_json:
         print(json.dumps(_report(done), indent=2))

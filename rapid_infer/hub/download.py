@@ -12,7 +12,7 @@ from rapid_infer.hub.choose import FALLBACK_SECONDS, LIST_SECONDS, PUBLIC, Endpo
 from rapid_infer.hub.contents import empty_files
 from rapid_infer.hub.entry import FileEntry
 from rapid_infer.hub.fill import fill, to_fetch
-from rapid_infer.hub.lockfile import DIRECTORY_LOCK, Lock, listed
+from rapid_infer.hub.lockfile import DIRECTORY_LOCK, Lock, listed, read_lock
 from rapid_infer.hub.progress import Watcher
 from rapid_infer.hub.reference import ModelRef
 from rapid_infer.hub.selection import select
@@ -24,7 +24,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What to download. `to` None: into the cache; `include` empty: what loading needs; `dry_run`: only plan it."""
+    """What to download. `to` None: into the cache; `include` empty: what loading needs; `dry_run`: only plan it.
+
+    `force`: replace files of another model, and files that were changed, in `to`.
+    """
 
     ref: ModelRef
     hub: str = "auto"
@@ -32,6 +35,7 @@ class Wanted:
     include: tuple[str, ...] = ()
     endpoints: Endpoints = PUBLIC
     dry_run: bool = False
+    force: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,7 @@ def download(wanted: Wanted, watcher: Watcher) -> Download:
     long or fails half-way is left for the next one; a full disk or a wrong pattern is not its fault and is raised.
     """
     names = hub_order(wanted.ref, wanted.hub)
+    _check_owner(wanted)
     failed: list[str] = []
     for name in names:
         source = open_source(name, wanted.endpoints)
@@ -118,11 +123,23 @@ def _from_source(
             remember(*place, commit)
         # Not for a user's own directory: what is changed there must not change the cache.
         donors = other_commits(ref.name, directory) if wanted.to is None else []
-        fetched = fill(directory, lock, source, watcher, donors)
+        fetched = fill(directory, lock, source, watcher, donors, replace=wanted.force or wanted.to is None)
         if wanted.to is None:
             remember(*place, commit)
     origin = (source.name, source.endpoint, ref.name, revision, commit)
     return Download(directory, *origin, reason, files, tuple(fetched), wanted.dry_run)
+
+
+def _check_owner(wanted: Wanted) -> None:
+    """HubError when `to` holds another model: this download would delete its files."""
+    if wanted.to is None or wanted.force or (lock := read_lock(wanted.to)) is None:
+        return
+    if lock.repo.casefold() != wanted.ref.name.casefold():
+        raise HubError(
+            f"{wanted.to}: got a directory that holds {lock.repo} ({len(lock.files)} files from an earlier download); "
+            f"expected a new one or one of {wanted.ref.name}, since those files would be deleted; choose another "
+            "directory, or delete them with --force"
+        )
 
 
 def _list(source: Source, ref: ModelRef) -> tuple[str, list[FileEntry]]:

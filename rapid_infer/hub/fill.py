@@ -24,18 +24,21 @@ SPARE = 64 << 20
 """Bytes that must stay free on the disk."""
 
 
-def fill(directory: Path, lock: Lock, source: Source, watcher: Watcher, donors: Sequence[Path] = ()) -> list[str]:
+def fill(
+    directory: Path, lock: Lock, source: Source, watcher: Watcher, donors: Sequence[Path] = (), *, replace: bool = False
+) -> list[str]:
     """Make `directory` hold the files of `lock`, which carry their URLs; returns the paths that were fetched.
 
-    Files that one of `donors`, directories with locks, has with the same digest are linked instead.
+    Files that one of `donors`, directories with locks, has with the same digest are linked instead. `replace`: also
+    files that no download put there, or that were changed since.
 
-    The caller is the directory's only writer. HubError for a file of somebody else's in the way, a full disk, or (a
-    SourceError) a hub that does not give a file; what was fetched so far stays and is taken up again next time.
+    The caller is the directory's only writer. HubError for such a file in the way, a full disk, or (a SourceError) a
+    hub that does not give a file; what was fetched so far stays and is taken up again next time.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         old = read_lock(directory)
-        missing, outdated = _compare(directory, lock, old)
+        missing, outdated = _compare(directory, lock, old, replace)
         links = _donated(missing, donors)
         _check_space(directory, [entry for entry in missing if entry.path not in links], outdated)
         for path in outdated:
@@ -71,34 +74,39 @@ def _same(one: FileEntry, other: FileEntry) -> bool:
     return (one.algorithm, one.digest) == (other.algorithm, other.digest)
 
 
-def _compare(directory: Path, lock: Lock, old: Lock | None) -> tuple[list[FileEntry], list[Path]]:
+def _compare(directory: Path, lock: Lock, old: Lock | None, replace: bool) -> tuple[list[FileEntry], list[Path]]:
     """The entries that are not there, and the files of an earlier download that must go."""
     ours = {} if old is None else old.by_path()
     missing: list[FileEntry] = []
-    outdated: list[Path] = []
-    foreign: list[Path] = []
+    outdated: list[str] = []
     for entry in lock.files:
         path = directory / entry.path
         if not path.exists():
             missing.append(entry)
             continue
-        right_size = path.is_file() and path.stat().st_size == entry.size
         known = ours.get(entry.path)
-        if right_size and known is not None and _same(known, entry):
+        if known is not None and _same(known, entry) and not wrong_sizes(directory, [entry]):
             continue
-        if right_size and digests_of(path, [entry.algorithm])[entry.algorithm] == entry.digest:
+        if _is(path, entry):
             continue
         missing.append(entry)
-        (foreign if known is None else outdated).append(path)
-    if foreign:
-        raise HubError(
-            f"{directory}: got other files in the way: {listed([str(p.relative_to(directory)) for p in foreign])}; "
-            "they differ from the hub's and are not from an earlier download; move them away or choose another "
-            "directory"
-        )
+        outdated.append(entry.path)
     if old is not None and lock.joined(old) is lock:
-        outdated += [directory / path for path in ours.keys() - lock.by_path().keys()]
-    return missing, [path for path in outdated if path.exists()]
+        outdated += [path for path in ours if path not in lock.by_path() and (directory / path).exists()]
+    kept = [path for path in outdated if path not in ours or not _is(directory / path, ours[path])]
+    if kept and not replace:
+        raise HubError(
+            f"{directory}: got other files in the way: {listed(kept)}; they differ from the hub's, and are not from an "
+            "earlier download or were changed since; move them away, choose another directory, or replace them with "
+            "--force"
+        )
+    return missing, [directory / path for path in outdated]
+
+
+def _is(path: Path, entry: FileEntry) -> bool:
+    """Whether the file at `path` has the bytes of `entry`; reads them when it has as many."""
+    same_size = path.is_file() and path.stat().st_size == entry.size
+    return same_size and digests_of(path, [entry.algorithm])[entry.algorithm] == entry.digest
 
 
 def _donated(missing: Sequence[FileEntry], donors: Sequence[Path]) -> dict[str, Path]:

@@ -1,5 +1,6 @@
 """From a model reference to the local directory that holds its files."""
 
+import logging
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -11,6 +12,11 @@ from rapid_infer.hub.lockfile import listed, read_lock, wrong_sizes
 from rapid_infer.hub.progress import watching
 from rapid_infer.hub.reference import FORMS, WEIGHT_FILES, ModelRef
 from rapid_infer.hub.store import problems, recall
+
+logger = logging.getLogger(__name__)
+
+_EDITED = (".json", ".jinja", ".md")
+"""What people change in their own directories, as some models' cards tell them to; half of one does not parse."""
 
 
 def resolve(ref: str, *, revision: str | None = None, hub: str = "auto", offline: bool | None = None) -> Path:
@@ -51,11 +57,12 @@ def fetch(
     endpoints: Endpoints = PUBLIC,
     dry_run: bool = False,
     offline: bool | None = None,
+    force: bool = False,
 ) -> Download:
     """Download a hub model into `to` or the cache; asks the hub what the revision means now. HubError as `resolve`.
 
     `include` are patterns of paths to take instead of what loading needs; `dry_run` only says what would be fetched;
-    `offline` only looks at what is there.
+    `offline` only looks at what is there; `force` lets files of another model in `to`, and changed ones, be replaced.
     """
     parsed = parse(ref, revision, hub, local=False)
     if parsed.kind in ("path", "demo"):
@@ -64,7 +71,7 @@ def fetch(
         raise HubError(f"{to}: got a file; expected a directory to download into; choose another one")
     if is_offline() if offline is None else offline:
         return _earlier(ref, parsed, hub, to)
-    wanted = Wanted(parsed, hub, to, include, endpoints, dry_run)
+    wanted = Wanted(parsed, hub, to, include, endpoints, dry_run, force)
     with watching() as watcher, nullcontext() if dry_run else only_writer(parsed, to, watcher):
         return download(wanted, watcher)
 
@@ -144,8 +151,18 @@ def local_directory(name: str) -> Path:
 
 def _complete(path: Path) -> Path:
     lock = read_lock(path)
-    if lock is not None and (wrong := wrong_sizes(path, lock.files)):
-        raise HubError(f"{path}: {listed(wrong)}; finish the download: rapid-infer download {lock.ref} --to {path}")
+    if lock is None:
+        return path
+    bad = [entry for entry in lock.files if wrong_sizes(path, [entry])]
+    there = [entry for entry in bad if _exists(path / entry.path)]
+    edited = [entry for entry in there if entry.path.endswith(_EDITED) and (path / entry.path).stat().st_size]
+    if wrong := wrong_sizes(path, [entry for entry in bad if entry not in edited]):
+        force = " --force" if there else ""
+        raise HubError(
+            f"{path}: {listed(wrong)}; finish the download: rapid-infer download {lock.ref} --to {path}{force}"
+        )
+    if edited:
+        logger.warning("%s: changed since it was downloaded: %s", path, listed(wrong_sizes(path, edited)))
     return path
 
 

@@ -1,6 +1,7 @@
 """What a download brings and where to, through the real clients: selection, revisions, locks, and the choice of hub."""
 
 import json
+import logging
 import os
 import shutil
 import socket
@@ -246,6 +247,65 @@ def test_a_directory_moves_to_another_commit(hubs: Hubs, tmp_path: Path) -> None
     (tmp_path / "m" / "mine.txt").write_text("mine")
     assert fetch("hf:org/name@v2", to=tmp_path / "m").fetched == (WEIGHTS,)
     assert stored(tmp_path / "m") == {**changed, "mine.txt": b"mine"}
+
+
+@BOTH
+def test_a_directory_of_another_model_is_left_alone(hubs: Hubs, tmp_path: Path, place: str) -> None:
+    ref, hub = publish(hubs, place)
+    fetch(ref, to=tmp_path / "m")
+    held = stored(tmp_path / "m")
+    files = {"config.json": b"[]", "model.safetensors": safetensors(100)}
+    hub.repos["org/other"] = {"main": files, "master": files}
+    other = f"{place}:org/other"
+    attempts: list[dict[str, Any]] = [{}, {"include": ("*.json",)}, {"dry_run": True}]
+    for options in attempts:
+        with pytest.raises(HubError, match=rf"holds org/name \({len(TAKEN)} files .*; expected .* org/other.*--force"):
+            fetch(other, to=tmp_path / "m", **options)
+    assert stored(tmp_path / "m") == held
+    assert fetch(other, to=tmp_path / "m", force=True).fetched == ("config.json", "model.safetensors")
+    assert stored(tmp_path / "m") == files
+
+
+def test_a_hub_that_spells_a_name_otherwise_is_no_other_model(hubs: Hubs, tmp_path: Path) -> None:
+    publish(hubs, "hf", SMALL)
+    publish(hubs, "ms", SMALL)
+    hubs.ms.repos["Org/Name"] = hubs.ms.repos["org/name"]
+    fetch("hf:org/name", to=tmp_path / "m")
+    assert fetch("ms:Org/Name", to=tmp_path / "m").fetched == ()
+
+
+@pytest.mark.parametrize("listed", ["same", "changed", "gone"])
+@pytest.mark.parametrize("edit", [b'{"architectures": ["X"], "rope_scaling": {}}', b'{"architectures": ["Y"]}'])
+def test_an_edited_file_is_never_overwritten(hubs: Hubs, tmp_path: Path, listed: str, edit: bytes) -> None:
+    """Of another size or of the same: whatever the hub lists by now."""
+    ref, _ = publish(hubs, "hf", MODEL)
+    fetch(ref, to=tmp_path / "m")
+    (tmp_path / "m" / "config.json").write_bytes(edit)
+    new = {"same": MODEL["config.json"], "changed": b"[]"}.get(listed)
+    publish(hubs, "hf", {name: data for name, data in {**MODEL, "config.json": new}.items() if data is not None})
+    if listed == "same" and len(edit) == len(MODEL["config.json"]):
+        assert fetch(ref, to=tmp_path / "m").fetched == ()
+    else:
+        with pytest.raises(HubError, match=r"in the way: config\.json; .*were changed since; .*--force"):
+            fetch(ref, to=tmp_path / "m")
+        assert stored(tmp_path / "m")["config.json"] == edit
+        fetch(ref, to=tmp_path / "m", force=True)
+        assert stored(tmp_path / "m").get("config.json") == new
+
+
+def test_an_edited_configuration_is_used_and_said(hubs: Hubs, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = fetch(publish(hubs, "hf")[0], to=tmp_path / "m").directory
+    (made / "config.json").write_text('{"architectures": ["X"], "rope_scaling": {"type": "yarn"}}')
+    with caplog.at_level(logging.WARNING, "rapid_infer"):
+        assert resolve(str(made)) == made
+    assert "config.json has" in caplog.text
+    (made / "merges.txt").write_text("a")
+    with pytest.raises(HubError, match=r"merges\.txt has 1 bytes where 4 are expected; .*--to .*/m --force"):
+        resolve(str(made))
+    fetch("hf:org/name", to=made, force=True)
+    (made / "config.json").write_text("")
+    with pytest.raises(HubError, match=r"config\.json has 0 bytes"):
+        resolve(str(made))
 
 
 def test_files_of_others_are_kept_or_named(hubs: Hubs, tmp_path: Path) -> None:

@@ -128,6 +128,16 @@ def test_download_command(hubs: Hubs, tmp_path: Path, run: Run) -> None:
     assert {file["path"] for file in report["files"]} == TAKEN
 
 
+def test_force_is_an_option(hubs: Hubs, tmp_path: Path, run: Run) -> None:
+    publish(hubs, "hf", SMALL)
+    hubs.hf.repos["org/other"] = hubs.hf.repos["org/name"]
+    fetch("org/other", to=tmp_path / "m")
+    code, _, err = run("download", "org/name", "--to", str(tmp_path / "m"))
+    assert code == 2
+    assert "holds org/other (2 files" in err
+    assert run("download", "org/name", "--to", str(tmp_path / "m"), "--force")[0] == 0
+
+
 def test_verify_command(hubs: Hubs, tmp_path: Path, run: Run) -> None:
     publish(hubs, "ms")
     publish(hubs, "hf")
