@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 Model = Annotated[
     str,
     typer.Argument(
-        help="A directory, org/name on a hub, hf:org/name@revision, ms:org/name@revision, or `demo`, a small model.",
+        help="A directory, org/name on a hub, hf:org/name@revision, ms:org/name@revision, a model's page on a hub, or "
+        "`demo`, a small model.",
         show_default=True,
     ),
 ]

@@ -13,6 +13,7 @@ from rapid_infer.hub.contents import empty_files
 from rapid_infer.hub.entry import FileEntry
 from rapid_infer.hub.fill import fill, to_fetch
 from rapid_infer.hub.lockfile import DIRECTORY_LOCK, Lock, listed, read_lock
+from rapid_infer.hub.near import did_you_mean
 from rapid_infer.hub.progress import Watcher
 from rapid_infer.hub.reference import ModelRef
 from rapid_infer.hub.selection import select
@@ -78,7 +79,8 @@ def download(wanted: Wanted, watcher: Watcher) -> Download:
     if len(names) == 1:
         other = "modelscope" if names[0] == "huggingface" else "huggingface"
         advice += f", or try {other} or a mirror"
-    raise HubError(f"model {wanted.ref.name!r}: {'; '.join(failed)}; {advice}")
+    near = did_you_mean(wanted.ref.name) if wanted.ref.kind == "auto" else ""
+    raise HubError(f"model {wanted.ref.name!r}: {'; '.join(failed)}; {advice}{near}")
 
 
 @contextmanager

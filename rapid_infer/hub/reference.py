@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rapid_infer.errors import HubError
+from rapid_infer.hub.url import model_page
 
 RefKind = Literal["path", "demo", "hf", "ms", "auto"]
 
@@ -34,13 +35,17 @@ class ModelRef:
     def parse(cls, ref: str) -> "ModelRef":
         """Take `ref` apart by its spelling alone, without looking at the disk.
 
-        Raises HubError for an empty reference and for `hf:` or `ms:` not followed by `org/name[@revision]`.
+        Raises HubError for an empty reference, for `hf:` or `ms:` not followed by `org/name[@revision]`, and for a URL
+        that is not the page of a model on a hub.
         """
         ref = ref.strip()
         if not ref:
             raise HubError(f"model reference: got an empty string; expected {FORMS}")
         if ref == "demo":
             return cls("demo", ref)
+        if (page := model_page(ref)) is not None:
+            at = f"@{page.revision}" if page.revision else ""
+            ref = f"{page.hub}:{page.name}{at}"
         kind: RefKind = "auto"
         prefix, colon, rest = ref.partition(":")
         if colon and prefix in ("hf", "ms"):

@@ -9,6 +9,7 @@ from rapid_infer.hub.choose import PUBLIC, Endpoints, hub_order, is_offline, ope
 from rapid_infer.hub.demo import resolve_demo
 from rapid_infer.hub.download import Download, Wanted, download, only_writer
 from rapid_infer.hub.lockfile import listed, read_lock, wrong_sizes
+from rapid_infer.hub.near import did_you_mean
 from rapid_infer.hub.progress import watching
 from rapid_infer.hub.reference import FORMS, WEIGHT_FILES, ModelRef
 from rapid_infer.hub.store import problems, recall
@@ -66,7 +67,10 @@ def fetch(
     """
     parsed = parse(ref, revision, hub, local=False)
     if parsed.kind in ("path", "demo"):
-        raise HubError(f"model {ref!r}: got a local model; expected org/name, hf:org/name or ms:org/name to download")
+        raise HubError(
+            f"model {ref!r}: got no name that a hub can have; expected org/name, hf:org/name or ms:org/name to "
+            f"download, with the model's owner before the slash{did_you_mean(parsed.name)}"
+        )
     if to is not None and to.exists() and not to.is_dir():
         raise HubError(f"{to}: got a file; expected a directory to download into; choose another one")
     if is_offline() if offline is None else offline:
@@ -91,7 +95,8 @@ def _earlier(ref: str, parsed: ModelRef, hub: str, to: Path | None) -> Download:
 def parse(ref: str, revision: str | None, hub: str, local: bool = True) -> ModelRef:
     """The reference with its options joined in; with `local`, an existing directory wins over a hub's name."""
     parsed = ModelRef.parse(ref)
-    if local and parsed.kind == "auto" and _exists(Path(ref.strip()).expanduser()):
+    prefixed = ref.strip().startswith(("hf:", "ms:"))
+    if local and parsed.kind in ("auto", "hf", "ms") and not prefixed and _exists(Path(ref.strip()).expanduser()):
         parsed = ModelRef("path", ref.strip())
     hub_order(parsed, hub)  # for its errors
     if parsed.kind in ("path", "demo"):
@@ -124,6 +129,7 @@ def _offline_error(ref: str, parsed: ModelRef, wrong: list[str]) -> HubError:
     tried = f"no local directory '{parsed.name}', " if parsed.kind == "auto" else ""
     return HubError(
         f"model {ref!r}: offline, {tried}and {what}; run `rapid-infer download {ref}` with network, or give a directory"
+        f"{did_you_mean(parsed.name) if parsed.kind == 'auto' else ''}"
     )
 
 
@@ -146,7 +152,11 @@ def local_directory(name: str) -> Path:
         ) from error
     if found:
         raise _file_error(name)
-    raise HubError(f"model {name!r}: got a path that does not exist; expected {FORMS}; check the spelling")
+    bare = "" if set(name) & set("/\\~") else ", and a model on a hub is written with its owner"
+    raise HubError(
+        f"model {name!r}: got a path that does not exist{bare}; expected {FORMS}; check the spelling"
+        f"{did_you_mean(name)}"
+    )
 
 
 def _complete(path: Path) -> Path:

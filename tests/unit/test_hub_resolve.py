@@ -46,9 +46,23 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("a/b/c", ModelRef("path", "a/b/c")),
         ("org/model.gguf", ModelRef("path", "org/model.gguf")),
         ("xx:org/name", ModelRef("path", "xx:org/name")),
+        ("https://huggingface.co/org/name", ModelRef("hf", "org/name")),
+        ("http://www.HuggingFace.co/org/na.me/", ModelRef("hf", "org/na.me")),
+        ("huggingface.co/org/name", ModelRef("hf", "org/name")),
+        ("hf.co/org/name", ModelRef("hf", "org/name")),
+        ("https://huggingface.co/org/name/tree/v1.0", ModelRef("hf", "org/name", "v1.0")),
+        ("https://huggingface.co/org/name/tree/refs%2Fpr%2F3", ModelRef("hf", "org/name", "refs/pr/3")),
+        ("https://huggingface.co/org/name?library=x#usage", ModelRef("hf", "org/name")),
+        ("https://modelscope.cn/models/org/name", ModelRef("ms", "org/name")),
+        ("https://www.modelscope.cn/models/org/name/summary", ModelRef("ms", "org/name")),
+        ("modelscope.cn/models/org/name/files", ModelRef("ms", "org/name")),
+        ("https://hf.mirror.example:8443/org/name", ModelRef("hf", "org/name")),
+        ("https://ms.mirror.example/models/org/name", ModelRef("ms", "org/name")),
     ],
 )
-def test_parse(ref: str, expected: ModelRef) -> None:
+def test_parse(monkeypatch: pytest.MonkeyPatch, ref: str, expected: ModelRef) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "https://hf.mirror.example:8443/")
+    monkeypatch.setenv("MODELSCOPE_ENDPOINT", "ms.mirror.example")
     assert ModelRef.parse(ref) == expected
 
 
@@ -56,6 +70,72 @@ def test_parse(ref: str, expected: ModelRef) -> None:
 def test_parse_rejects(ref: str) -> None:
     with pytest.raises(HubError, match=r"model reference: got .*expected"):
         ModelRef.parse(ref)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("https://huggingface.co/org", "not the page of one model"),
+        ("https://huggingface.co", "not the page of one model"),
+        ("https://huggingface.co/datasets/org/name", "not the page of one model"),
+        ("https://huggingface.co/org/name/tree/main/folder", "not the page of one model"),
+        ("https://huggingface.co/org/name/blob/main/config.json", "not the page of one model"),
+        ("https://huggingface.co/org/name/resolve/main/model.safetensors", "not the page of one model"),
+        ("https://modelscope.cn/org/name", "not the page of one model; expected .*modelscope.cn/models/org/name"),
+        ("https://modelscope.cn/datasets/org/name", "not the page of one model"),
+        ("https://huggingface.co/-org/name", "expected hf:org/name"),
+        ("https://hf.mirror.example/org/name", "on no hub that is known; .*HF_ENDPOINT .*to https://hf.mirror.example"),
+        ("https://github.com/org/name", "on no hub that is known"),
+        ("git+https://huggingface.co/org/name", "on no hub that is known"),
+        ("file:///models/name", "on no hub that is known"),
+        ("https://[huggingface.co/org/name", "a URL that cannot be read"),
+    ],
+)
+def test_other_urls_are_one_clear_error(monkeypatch: pytest.MonkeyPatch, url: str, message: str) -> None:
+    monkeypatch.delenv("HF_ENDPOINT", raising=False)
+    monkeypatch.delenv("MODELSCOPE_ENDPOINT", raising=False)
+    with pytest.raises(HubError, match=message) as caught:
+        resolve(url)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_password_in_a_url_is_not_repeated() -> None:
+    with pytest.raises(HubError) as caught:
+        resolve("https://user:hf_secret@huggingface.co/org/name/blob/main/x?token=hf_secret")
+    assert "hf_secret" not in str(caught.value)
+
+
+def test_a_directory_that_is_spelled_like_a_page_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tmp_path / "huggingface.co" / "org" / "name"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert resolve("huggingface.co/org/name") == model
+
+
+@pytest.mark.parametrize(
+    ("ref", "near"),
+    [
+        ("qwen3", r"qwen3-8b, Qwen3-0\.6B, models/Qwen3-8B-Base"),
+        ("Qwen3-0.6b", r"Qwen3-0\.6B"),
+        ("qwen3-06b", r"Qwen3-0\.6B"),
+        ("smollm", r"HuggingFaceTB/SmolLM2"),
+        ("./qwen3-0.6b", r"Qwen3-0\.6B"),
+        ("models/qwen3-8b-bas", r"models/Qwen3-8B-Base"),
+    ],
+)
+def test_what_is_spelled_alike_is_named(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, ref: str, near: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("Qwen3-0.6B", "qwen3-8b", ".qwen3", "other", "models/Qwen3-8B-Base"):
+        (tmp_path / name).mkdir(parents=True)
+    (cache / "models" / "huggingface" / "HuggingFaceTB" / "SmolLM2").mkdir(parents=True)
+    (tmp_path / "qwen3.txt").write_text("")
+    with pytest.raises(HubError, match=rf"did you mean {near}") as caught:
+        resolve(ref)
+    assert "\n" not in str(caught.value)
+    assert ".qwen3" not in str(caught.value)
 
 
 def test_the_hub_variable_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +177,7 @@ def test_demo_goes_to_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("org/name", {"hub": "modelscope,github"}, "hub: got 'github'; expected one of auto"),
         ("demo", {"revision": "v1"}, "got revision 'v1' for a local model; expected none; leave it out"),
         ("./missing", {}, "got a path that does not exist; expected a local directory, `demo`, .*check the spelling"),
-        ("missing", {}, "got a path that does not exist"),
+        ("missing", {}, "got a path that does not exist, and a model on a hub is written with its owner"),
         ("nul\0byte\n", {}, "got a path that does not exist"),
         ("x" * 5000, {}, "cannot read this path"),
         ("empty", {}, "got an empty directory; expected one with config.json and weights"),

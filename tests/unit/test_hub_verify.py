@@ -164,8 +164,9 @@ def test_verify_command(hubs: Hubs, tmp_path: Path, run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["download", "nothing"], "got a local model; expected org/name"),
-        (["download", "demo"], "got a local model; expected org/name"),
+        (["download", "nothing"], "got no name that a hub can have; expected org/name"),
+        (["download", "demo"], "got no name that a hub can have; expected org/name"),
+        (["download", "https://hub.example/org/name"], "on no hub that is known"),
         (["download", "hf:x"], "expected hf:org/name"),
         (["download", "org/none"], "no such model"),
         (["download", "hf:org/name@none"], "no such revision"),
