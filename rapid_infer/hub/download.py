@@ -9,6 +9,7 @@ from pathlib import Path
 from rapid_infer.errors import HubError
 from rapid_infer.hub.cache import file_lock
 from rapid_infer.hub.choose import FALLBACK_SECONDS, LIST_SECONDS, PUBLIC, Endpoints, hub_order, open_source, within
+from rapid_infer.hub.client_cache import find_listed
 from rapid_infer.hub.contents import empty_files
 from rapid_infer.hub.entry import FileEntry
 from rapid_infer.hub.fill import fill, to_fetch
@@ -27,7 +28,8 @@ logger = logging.getLogger(__name__)
 class Wanted:
     """What to download. `to` None: into the cache; `include` empty: what loading needs; `dry_run`: only plan it.
 
-    `force`: replace files of another model, and files that were changed, in `to`.
+    `force`: replace files of another model, and files that were changed, in `to`. `told`: what the user was told
+    already of directories that were found and are not used.
     """
 
     ref: ModelRef
@@ -37,6 +39,7 @@ class Wanted:
     endpoints: Endpoints = PUBLIC
     dry_run: bool = False
     force: bool = False
+    told: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ def download(wanted: Wanted, watcher: Watcher) -> Download:
         except SourceError as error:
             failed.append(str(error))
             if len(failed) < len(names):
-                _tell(watcher, f"{error}; trying the next hub")
+                tell(watcher, f"{error}; trying the next hub")
     advice = "check the name, the revision and the network"
     if len(names) == 1:
         other = "modelscope" if names[0] == "huggingface" else "huggingface"
@@ -111,10 +114,17 @@ def _from_source(
         )
     why = f"after {failed[-1]}" if failed else "the only one asked for" if last else "the first in order"
     reason = f"{ref.name} from {source.title} ({source.endpoint}): {why}"
-    _tell(watcher, reason)
+    tell(watcher, reason)
     revision = ref.revision or source.default_revision
     directory = wanted.to or commit_dir(source.name, ref.name, commit)
     lock = Lock(source.name, source.endpoint, ref.name, revision, commit, wanted.include or None, files)
+    if wanted.to is None and not wanted.include and problems(directory):
+        found = find_listed(lock, lambda text: tell(watcher, text))
+        if isinstance(found, tuple):
+            return _in_place(*found, reason, wanted.dry_run)
+        for line in found:
+            if line not in wanted.told:
+                tell(watcher, f"not used: {line}")
     if wanted.dry_run:
         fetched = [entry.path for entry in to_fetch(directory, lock)]
     else:
@@ -130,6 +140,14 @@ def _from_source(
             remember(*place, commit)
     origin = (source.name, source.endpoint, ref.name, revision, commit)
     return Download(directory, *origin, reason, files, tuple(fetched), wanted.dry_run)
+
+
+def _in_place(directory: Path, lock: Lock, reason: str, dry_run: bool) -> Download:
+    """What the hub's own client has already."""
+    if not dry_run:
+        remember(lock.source, lock.repo, lock.revision, lock.commit)
+    origin = (lock.source, lock.endpoint, lock.repo, lock.revision, lock.commit)
+    return Download(directory, *origin, f"{reason}, and its client has it already", lock.files, (), dry_run)
 
 
 def _check_owner(wanted: Wanted) -> None:
@@ -149,6 +167,7 @@ def _list(source: Source, ref: ModelRef) -> tuple[str, list[FileEntry]]:
     return commit, source.manifest(ref.at(commit))
 
 
-def _tell(watcher: Watcher, text: str) -> None:
+def tell(watcher: Watcher, text: str) -> None:
+    """To the log and to whoever watches."""
     logger.info("%s", text)
     watcher.note(text)

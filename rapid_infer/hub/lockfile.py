@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rapid_infer.errors import HubError
 from rapid_infer.hub.contents import empty_files
@@ -61,10 +62,7 @@ def read_lock(directory: Path) -> Lock | None:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["format"] != _FORMAT:
             raise HubError(f"{path}: got format {data['format']!r}; expected {_FORMAT}; use a newer rapid-infer")
-        files = tuple(checked_entry(f["path"], f["size"], f["algorithm"], f["digest"], "") for f in data["files"])
-        include = None if data["include"] is None else tuple(data["include"])
-        source, endpoint, repo, revision, commit = (str(data[name]) for name in _FIELDS)
-        return Lock(source, endpoint, repo, revision, commit, include, files)
+        return lock_of(data)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -76,10 +74,22 @@ def read_lock(directory: Path) -> Lock | None:
 
 def write_lock(directory: Path, lock: Lock) -> None:
     """Put `lock` into the directory, all of it or nothing."""
+    replace_text(directory / LOCK_NAME, json.dumps(lock_data(lock), indent=2) + "\n")
+
+
+def lock_data(lock: Lock) -> dict[str, Any]:
+    """`lock` for JSON; `lock_of` reads it. URLs, which may be signed, are left out."""
     data = {"format": _FORMAT, **asdict(lock)}
     data["files"] = [{"path": f.path, "size": f.size, "algorithm": f.algorithm, "digest": f.digest} for f in lock.files]
-    path = directory / LOCK_NAME
-    replace_text(path, json.dumps(data, indent=2) + "\n")
+    return data
+
+
+def lock_of(data: Any) -> Lock:
+    """HubError, KeyError, TypeError or ValueError for anything that `lock_data` did not make."""
+    files = tuple(checked_entry(f["path"], f["size"], f["algorithm"], f["digest"], "") for f in data["files"])
+    include = None if data["include"] is None else tuple(data["include"])
+    source, endpoint, repo, revision, commit = (str(data[name]) for name in _FIELDS)
+    return Lock(source, endpoint, repo, revision, commit, include, files)
 
 
 def replace_text(path: Path, text: str) -> None:

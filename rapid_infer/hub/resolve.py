@@ -1,17 +1,20 @@
 """From a model reference to the local directory that holds its files."""
 
 import logging
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
 from rapid_infer.errors import HubError
 from rapid_infer.hub.choose import PUBLIC, Endpoints, hub_order, is_offline, open_source
+from rapid_infer.hub.client_cache import find
 from rapid_infer.hub.demo import resolve_demo
-from rapid_infer.hub.download import Download, Wanted, download, only_writer
-from rapid_infer.hub.lockfile import listed, read_lock, wrong_sizes
+from rapid_infer.hub.download import Download, Wanted, download, only_writer, tell
+from rapid_infer.hub.lockfile import Lock, listed, read_lock, wrong_sizes
 from rapid_infer.hub.near import did_you_mean
 from rapid_infer.hub.progress import watching
 from rapid_infer.hub.reference import FORMS, WEIGHT_FILES, ModelRef
+from rapid_infer.hub.source import Source
 from rapid_infer.hub.store import problems, recall
 
 logger = logging.getLogger(__name__)
@@ -26,8 +29,8 @@ def resolve(ref: str, *, revision: str | None = None, hub: str = "auto", offline
     A local directory is returned as it is, `demo` means the demo checkpoint (made on first use; a directory of that
     name is `./demo`), and `org/name` means a local directory of that name when there is one. `revision` and `hub`
     ("auto", "huggingface", "modelscope", or several with commas) say which repository a hub name means. A model that
-    was downloaded before is used as it is, without network, whatever its branch means by now: `rapid-infer download`
-    asks anew. `offline` None follows HF_HUB_OFFLINE.
+    was downloaded before, by us or by a hub's own client, is used as it is and where it is, without network, whatever
+    its branch means by now: `rapid-infer download` asks anew. `offline` None follows HF_HUB_OFFLINE.
 
     Raises HubError when there is no such directory, when it is empty, a file or incomplete, when options contradict
     the reference, when offline and not downloaded, and when no hub gives the model.
@@ -38,14 +41,18 @@ def resolve(ref: str, *, revision: str | None = None, hub: str = "auto", offline
     if parsed.kind == "path":
         return local_directory(parsed.name)
     found = _downloaded(parsed, hub)
-    if isinstance(found, Path):
-        return found
+    if isinstance(found, tuple):
+        return found[0]
     if is_offline() if offline is None else offline:
         raise _offline_error(ref, parsed, found)
     with watching() as watcher, only_writer(parsed, None, watcher):
         # Whoever waited for the lock finds what its holder has fetched.
-        again = _downloaded(parsed, hub)
-        return again if isinstance(again, Path) else download(Wanted(parsed, hub), watcher).directory
+        again = _ours(parsed, hub)
+        if isinstance(again, tuple):
+            return again[0]
+        for line in found:
+            tell(watcher, f"not used: {line}")
+        return download(Wanted(parsed, hub, told=tuple(found)), watcher).directory
 
 
 def fetch(
@@ -82,14 +89,20 @@ def fetch(
 
 def _earlier(ref: str, parsed: ModelRef, hub: str, to: Path | None) -> Download:
     """What an earlier download left, when nothing of it is missing."""
-    found = _downloaded(parsed, hub) if to is None else to
-    lock = read_lock(found) if isinstance(found, Path) else None
-    if not isinstance(found, Path) or lock is None:
-        raise _offline_error(ref, parsed, [f"{found} has no lock file"] if isinstance(found, Path) else found)
-    if wrong := wrong_sizes(found, lock.files):
-        raise _offline_error(ref, parsed, [f"{found}: {listed(wrong)}"])
+    found = _downloaded(parsed, hub) if to is None else _in_directory(to)
+    if not isinstance(found, tuple):
+        raise _offline_error(ref, parsed, found)
+    directory, lock = found
     place = (lock.source, lock.endpoint, lock.repo, lock.revision, lock.commit)
-    return Download(found, *place, reason="offline", files=lock.files, fetched=())
+    return Download(directory, *place, reason="offline", files=lock.files, fetched=())
+
+
+def _in_directory(to: Path) -> tuple[Path, Lock] | list[str]:
+    lock = read_lock(to)
+    if lock is None:
+        return [f"{to} has no lock file"]
+    wrong = wrong_sizes(to, lock.files)
+    return [f"{to}: {listed(wrong)}"] if wrong else (to, lock)
 
 
 def parse(ref: str, revision: str | None, hub: str, local: bool = True) -> ModelRef:
@@ -110,18 +123,46 @@ def parse(ref: str, revision: str | None, hub: str, local: bool = True) -> Model
     return parsed.at(revision or parsed.revision)
 
 
-def _downloaded(ref: ModelRef, hub: str) -> Path | list[str]:
-    """The directory of an earlier download, from the first hub in order that has one; else what is wrong with it."""
+def _downloaded(ref: ModelRef, hub: str) -> tuple[Path, Lock] | list[str]:
+    """What was downloaded earlier, by us or by a hub's own client; else what is wrong with what there is."""
+    ours = _ours(ref, hub)
+    return ours if isinstance(ours, tuple) else _of_clients(ref, hub, ours)
+
+
+def _ours(ref: ModelRef, hub: str) -> tuple[Path, Lock] | list[str]:
+    """From the first hub in order of which there is a download that is complete."""
     wrong: list[str] = []
-    for name in hub_order(ref, hub):
-        directory = recall(name, ref.name, ref.revision or open_source(name, PUBLIC).default_revision)
+    for source in _sources(ref, hub):
+        directory = recall(source.name, ref.name, ref.revision or source.default_revision)
         if directory is None:
             continue
-        found = problems(directory)
-        if not found:
-            return directory
-        wrong += [f"{directory}: {listed(found)}"]
+        bad, lock = problems(directory), read_lock(directory)
+        if not bad and lock is not None:
+            return directory, lock
+        wrong += [f"{directory}: {listed(bad)}"]
     return wrong
+
+
+def _of_clients(ref: ModelRef, hub: str, wrong: list[str]) -> tuple[Path, Lock] | list[str]:
+    for source in _sources(ref, hub):
+        revision = ref.revision or source.default_revision
+        found = find(source.name, source.endpoint, ref.name, revision, _say)
+        if isinstance(found, tuple):
+            logger.info("%s: used in the cache of its client, %s", ref.name, found[0])
+            return found
+        wrong = wrong + found
+    return wrong
+
+
+def _sources(ref: ModelRef, hub: str) -> list[Source]:
+    return [open_source(name, PUBLIC) for name in hub_order(ref, hub)]
+
+
+def _say(text: str) -> None:
+    """For what takes a while before there is a watcher."""
+    logger.info("%s", text)
+    if sys.stderr.isatty():
+        print(text, file=sys.stderr)
 
 
 def _offline_error(ref: str, parsed: ModelRef, wrong: list[str]) -> HubError:
@@ -138,6 +179,8 @@ def local_directory(name: str) -> Path:
     try:
         path = Path(name).expanduser().absolute()
         if path.is_dir():
+            if (path / "snapshots").is_dir() and not (path / "config.json").exists():
+                raise _cache_folder_error(path)
             if any(path.iterdir()):
                 return _complete(path)
             raise HubError(
@@ -174,6 +217,15 @@ def _complete(path: Path) -> Path:
     if edited:
         logger.warning("%s: changed since it was downloaded: %s", path, listed(wrong_sizes(path, edited)))
     return path
+
+
+def _cache_folder_error(path: Path) -> HubError:
+    repo = path.name.removeprefix("models--").replace("--", "/", 1)
+    snapshots = sorted(str(found) for found in (path / "snapshots").iterdir())
+    return HubError(
+        f"{path}: got the folder in which a hub's client keeps {repo}; expected a directory with config.json and "
+        f"weights; write {repo}, or give one of {listed(snapshots) or 'its snapshots, of which there is none'}"
+    )
 
 
 def _file_error(name: str) -> HubError:

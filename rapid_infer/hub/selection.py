@@ -7,7 +7,8 @@ from rapid_infer.errors import HubError
 from rapid_infer.hub.entry import FileEntry
 from rapid_infer.hub.lockfile import is_ours
 
-TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "LICENSE*", "NOTICE*", "README*")
+PAPERS = ("LICENSE*", "NOTICE*", "README*")
+TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", *PAPERS)
 WEIGHT_FORMATS = (("model*.safetensors",), ("*.safetensors",), ("pytorch_model*.bin",))
 """In order of preference; only the first that a repository has is taken."""
 
@@ -39,6 +40,11 @@ def select(entries: Sequence[FileEntry], include: Sequence[str] = ()) -> list[Fi
     templates = [e for e in entries if "/" in e.path and e.path.endswith(".jinja")]
     kept = {entry.path for entry in (*texts, *templates, *weights)}
     return [entry for entry in entries if entry.path in kept]
+
+
+def needed(entries: Sequence[FileEntry]) -> list[FileEntry]:
+    """What loading needs, without the papers that come along. HubError as `select`."""
+    return [entry for entry in select(entries) if not _matches(entry.path, PAPERS)]
 
 
 def _matches(path: str, patterns: Sequence[str]) -> bool:

@@ -2,6 +2,7 @@
 
 models/<source>/<org>/<name>/<commit>/            the files
 models/<source>/<org>/<name>/refs/<revision>      the commit, as text
+models/<source>/<org>/<name>/verified/<commit>.json   what was verified in a directory that is not ours
 """
 
 from pathlib import Path
@@ -40,14 +41,22 @@ def remember(source: str, repo: str, revision: str, commit: str) -> None:
 
 def recall(source: str, repo: str, revision: str) -> Path | None:
     """The directory of what `revision`, a name or a commit, meant when it was last asked for."""
+    commit = recall_commit(source, repo, revision)
+    directory = None if commit is None else commit_dir(source, repo, commit)
+    return directory if directory is not None and directory.is_dir() else None
+
+
+def recall_commit(source: str, repo: str, revision: str) -> str | None:
+    """The commit that `revision`, a name or a commit, meant when it was last asked for."""
     try:
         commit = _ref_path(source, repo, revision).read_text(encoding="utf-8").strip()
     except OSError:
         commit = revision
-    if len(commit) != 40 or not commit.isalnum():
-        return None
-    directory = commit_dir(source, repo, commit)
-    return directory if directory.is_dir() else None
+    return commit if len(commit) == 40 and commit.isalnum() else None
+
+
+def verified_path(source: str, repo: str, commit: str) -> Path:
+    return _repo_dir(source, repo) / "verified" / f"{commit}.json"
 
 
 def problems(directory: Path) -> list[str]:

@@ -74,7 +74,7 @@ def verify(
         due = here | (chosen if lock is None else lock.by_path().keys())
         wanted = [entry for entry in listed if entry.path in due]
         absent = chosen - due
-    findings = _compare(directory, wanted, watch)
+    findings = compare(directory, wanted, watch)
     findings += [Finding(path, "extra", 0) for path in here - {entry.path for entry in wanted}]
     findings += [Finding(path, "absent", 0) for path in absent]
     return Verification(directory, name, tuple(sorted(findings, key=lambda finding: finding.path)))
@@ -91,7 +91,11 @@ def _listing(against: str, endpoints: Endpoints) -> tuple[str, Sequence[FileEntr
     return f"{against} at {commit}", source.manifest(ref.at(commit))
 
 
-def _compare(directory: Path, wanted: Sequence[FileEntry], watch: Callable[[Finding], None]) -> list[Finding]:
+def compare(
+    directory: Path, wanted: Sequence[FileEntry], watch: Callable[[Finding], None] = lambda finding: None
+) -> list[Finding]:
+    """Read every file of `wanted` and compare its digest. HubError for one that cannot be read."""
+
     def check(entry: FileEntry) -> Finding:
         path = directory / entry.path
         try:

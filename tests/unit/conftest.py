@@ -31,12 +31,14 @@ def hubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hubs]:
         "RAPID_INFER_CACHE": str(tmp_path / "cache"),
         "HF_HOME": str(tmp_path / "hf-home"),
         "MODELSCOPE_HOME": str(tmp_path / "ms-home"),
+        "MODELSCOPE_CACHE": str(tmp_path / "ms-cache"),
         "NO_PROXY": "127.0.0.1",
     }
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     tokens = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "MODELSCOPE_API_TOKEN")
-    for name in ("RAPID_INFER_HUB", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", *tokens):
+    caches = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
+    for name in ("RAPID_INFER_HUB", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", *tokens, *caches):
         monkeypatch.delenv(name, raising=False)
     yield made
     for server in (made.hf, made.ms, made.cdn):

@@ -127,6 +127,10 @@ class Server:
         self.reply(handler, int(fault.kind) if fault.kind.isdigit() else 500, b"{}", fault.headers)
         return True
 
+    def metadata(self, file: str, data: bytes) -> dict[str, str]:
+        """Headers that only the hub's own client looks at."""
+        return {}
+
     def serve(self, handler: BaseHTTPRequestHandler, seen: Seen, file: str, data: bytes) -> None:
         """The bytes of a file, as far as its faults let them through."""
         seen.file = file
@@ -139,7 +143,7 @@ class Server:
         if match and (start >= len(data) or kind == "no-ranges"):
             return self.reply(handler, 416, b"", {"Content-Range": f"bytes */{len(data)}"})
         body = data[start:]
-        headers = {"Content-Length": str(len(body))}
+        headers = {"Content-Length": str(len(body)), **self.metadata(file, data)}
         status = 206 if match and kind != "ignore-range" else 200
         if status == 206:
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
@@ -219,6 +223,12 @@ class HuggingFaceHub(Hub):
     """`page`: entries of one page of a listing."""
 
     page = 1000
+
+    def metadata(self, file: str, data: bytes) -> dict[str, str]:
+        digest = hashlib.sha256(data).hexdigest() if file.endswith(LFS) else git_sha1(data)
+        places = [(repo, revision) for repo, kept in self.repos.items() for revision in kept]
+        commit = next((self.commit(*place) for place in places if data in self.repos[place[0]][place[1]].values()), "")
+        return {"ETag": f'"{digest}"', "X-Repo-Commit": commit}
 
     def commit(self, repo: str, revision: str = "main") -> str:
         files = self.repos[repo][revision]

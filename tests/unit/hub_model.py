@@ -1,11 +1,13 @@
 """A model as the fake hubs hold it, and which of its files a download takes."""
 
+import hashlib
 import json
+import os
 import random
 from pathlib import Path
 
 from conftest import Hubs
-from fake_hub import Files, Server
+from fake_hub import LFS, Files, Server, git_sha1
 
 from rapid_infer.hub.lockfile import DIRECTORY_LOCK, LOCK_NAME
 
@@ -63,6 +65,22 @@ def publish(hubs: Hubs, place: str, files: Files = MODEL, revision: str | None =
         hub.cdn = hubs.cdn
         return "hf:org/name", hubs.cdn
     return f"{place}:org/name", hub
+
+
+def link_snapshot(cache: Path, files: Files, revision: str = "main") -> Path:
+    """What Hugging Face's client leaves in `cache` for org/name, as older ones do: without the hub's listing."""
+    repo = cache / "models--org--name"
+    commit = hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
+    snapshot = repo / "snapshots" / commit
+    for name, data in files.items():
+        blob = repo / "blobs" / (hashlib.sha256(data).hexdigest() if name.endswith(LFS) else git_sha1(data))
+        for path in (blob, snapshot / name):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        blob.write_bytes(data)
+        (snapshot / name).symlink_to(os.path.relpath(blob, (snapshot / name).parent))
+    (repo / "refs" / revision).parent.mkdir(parents=True, exist_ok=True)
+    (repo / "refs" / revision).write_text(commit)
+    return snapshot
 
 
 def stored(directory: Path) -> Files:

@@ -20,6 +20,10 @@ from rapid_infer.hub import ModelRef, cache_dir, demo, file_lock, resolve
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("RAPID_INFER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf-home"))
+    monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "ms-cache"))
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("RAPID_INFER_HUB", raising=False)
     monkeypatch.delenv(demo.WHEEL_VARIABLE, raising=False)
     return tmp_path / "cache"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from conftest import Hubs
 from fake_hub import Fault
-from hub_model import MODEL, SHARDS, SMALL, TAKEN, WEIGHTS, publish
+from hub_model import MODEL, SHARDS, SMALL, TAKEN, WEIGHTS, link_snapshot, publish
 from tiny_chat import Run, make_run
 
 from rapid_infer.errors import HubError
@@ -202,8 +202,9 @@ def test_a_model_runs_by_its_name(hubs: Hubs, tmp_path: Path) -> None:
     options = {"skip_tokenizer_init": True, "device": "cpu", "dtype": "float32", "kv_cache_memory_bytes": 1 << 20}
     greedy = SamplingParams(temperature=0, max_tokens=4)
     answers = []
-    for model in ("org/name", str(tmp_path / "made")):
+    linked = link_snapshot(tmp_path / "links", files)
+    for model in ("org/name", str(linked), str(tmp_path / "made")):
         with LLM(model, **options) as llm:
             answers.append(llm.generate([[1, 2, 3]], greedy)[0].outputs[0].token_ids)
-    assert answers[0] == answers[1]
+    assert answers[0] == answers[1] == answers[2]
     assert hubs.ms.gets("model.safetensors") == 2
