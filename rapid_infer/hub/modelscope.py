@@ -14,7 +14,7 @@ ENDPOINT = "https://www.modelscope.cn"
 
 
 class ModelScope:
-    """`endpoint`: another site; None takes $MODELSCOPE_ENDPOINT, else www.modelscope.cn.
+    """`endpoint`: another site; None takes $MODELSCOPE_ENDPOINT or $MODELSCOPE_DOMAIN, else www.modelscope.cn.
 
     Its client tells no commit, so the "commit" of a revision is a digest over all paths, sizes and SHA-256 sums: equal
     exactly when all files are. Bytes are asked for under the revision's name.
@@ -25,7 +25,8 @@ class ModelScope:
     default_revision = "master"
 
     def __init__(self, endpoint: str | None = None) -> None:
-        self.endpoint = endpoint_url(endpoint, os.environ.get("MODELSCOPE_ENDPOINT"), ENDPOINT)
+        named = (os.environ.get(variable) for variable in ("MODELSCOPE_ENDPOINT", "MODELSCOPE_DOMAIN"))
+        self.endpoint = endpoint_url(endpoint, *named, ENDPOINT)
         self._listings: dict[tuple[str, str], list[FileEntry]] = {}
         self._api: Any = None
 

@@ -59,7 +59,7 @@ def model_page(text: str) -> Page | None:
 
 def _hosts() -> dict[str, str]:
     hosts = dict(_HOSTS)
-    for variable, hub in (("HF_ENDPOINT", "hf"), ("MODELSCOPE_ENDPOINT", "ms")):
+    for variable, hub in (("HF_ENDPOINT", "hf"), ("MODELSCOPE_ENDPOINT", "ms"), ("MODELSCOPE_DOMAIN", "ms")):
         if endpoint := os.environ.get(variable, "").strip():
             hosts[_host(urlsplit(endpoint if "://" in endpoint else f"https://{endpoint}"))] = hub
     return hosts

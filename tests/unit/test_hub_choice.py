@@ -65,6 +65,14 @@ def test_an_endpoint_option_wins_over_the_variable(
     assert hubs.cdn.log == []
 
 
+def test_modelscopes_older_variable_names_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODELSCOPE_DOMAIN", "www.modelscope.ai")
+    monkeypatch.setenv("MODELSCOPE_ENDPOINT", "")
+    assert choose.open_source("modelscope", Endpoints()).endpoint == "https://www.modelscope.ai"
+    monkeypatch.setenv("MODELSCOPE_ENDPOINT", "https://mirror.example/")
+    assert choose.open_source("modelscope", Endpoints()).endpoint == "https://mirror.example"
+
+
 def _refuse(hubs: Hubs) -> None:
     hubs.hf.close()
 
