@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 class Wanted:
     """What to download. `to` None: into the cache; `include` empty: what loading needs; `dry_run`: only plan it.
 
-    `force`: replace files of another model, and files that were changed, in `to`. `told`: what the user was told
-    already of directories that were found and are not used.
+    `force`: replace files of another model, and files that were changed, in `to`. `unused`: directories that
+    were found before any hub was asked, and why they cannot be used.
     """
 
     ref: ModelRef
@@ -39,7 +39,7 @@ class Wanted:
     endpoints: Endpoints = PUBLIC
     dry_run: bool = False
     force: bool = False
-    told: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def download(wanted: Wanted, watcher: Watcher) -> Download:
         except SourceError as error:
             failed.append(str(error))
             if len(failed) < len(names):
-                tell(watcher, f"{error}; trying the next hub")
+                _tell(watcher, f"{error}; trying the next hub")
     advice = "check the name, the revision and the network"
     if len(names) == 1:
         other = "modelscope" if names[0] == "huggingface" else "huggingface"
@@ -114,17 +114,16 @@ def _from_source(
         )
     why = f"after {failed[-1]}" if failed else "the only one asked for" if last else "the first in order"
     reason = f"{ref.name} from {source.title} ({source.endpoint}): {why}"
-    tell(watcher, reason)
+    _tell(watcher, reason)
     revision = ref.revision or source.default_revision
     directory = wanted.to or commit_dir(source.name, ref.name, commit)
     lock = Lock(source.name, source.endpoint, ref.name, revision, commit, wanted.include or None, files)
     if wanted.to is None and not wanted.include and problems(directory):
-        found = find_listed(lock, lambda text: tell(watcher, text))
+        found = find_listed(lock, lambda text: _tell(watcher, text))
         if isinstance(found, tuple):
             return _in_place(*found, reason, wanted.dry_run)
-        for line in found:
-            if line not in wanted.told:
-                tell(watcher, f"not used: {line}")
+        for line in dict.fromkeys([*wanted.unused, *found]):
+            _tell(watcher, f"not used: {line}")
     if wanted.dry_run:
         fetched = [entry.path for entry in to_fetch(directory, lock)]
     else:
@@ -167,7 +166,6 @@ def _list(source: Source, ref: ModelRef) -> tuple[str, list[FileEntry]]:
     return commit, source.manifest(ref.at(commit))
 
 
-def tell(watcher: Watcher, text: str) -> None:
-    """To the log and to whoever watches."""
+def _tell(watcher: Watcher, text: str) -> None:
     logger.info("%s", text)
     watcher.note(text)

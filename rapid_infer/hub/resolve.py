@@ -9,7 +9,7 @@ from rapid_infer.errors import HubError
 from rapid_infer.hub.choose import PUBLIC, Endpoints, hub_order, is_offline, open_source
 from rapid_infer.hub.client_cache import find
 from rapid_infer.hub.demo import resolve_demo
-from rapid_infer.hub.download import Download, Wanted, download, only_writer, tell
+from rapid_infer.hub.download import Download, Wanted, download, only_writer
 from rapid_infer.hub.lockfile import Lock, listed, read_lock, wrong_sizes
 from rapid_infer.hub.near import did_you_mean
 from rapid_infer.hub.progress import watching
@@ -50,9 +50,7 @@ def resolve(ref: str, *, revision: str | None = None, hub: str = "auto", offline
         again = _ours(parsed, hub)
         if isinstance(again, tuple):
             return again[0]
-        for line in found:
-            tell(watcher, f"not used: {line}")
-        return download(Wanted(parsed, hub, told=tuple(found)), watcher).directory
+        return download(Wanted(parsed, hub, unused=tuple(found)), watcher).directory
 
 
 def fetch(
@@ -76,7 +74,7 @@ def fetch(
     if parsed.kind in ("path", "demo"):
         raise HubError(
             f"model {ref!r}: got no name that a hub can have; expected org/name, hf:org/name or ms:org/name to "
-            f"download, with the model's owner before the slash{did_you_mean(parsed.name)}"
+            f"download, with the model's owner before the slash{did_you_mean(parsed.name, local=False)}"
         )
     if to is not None and to.exists() and not to.is_dir():
         raise HubError(f"{to}: got a file; expected a directory to download into; choose another one")

@@ -145,7 +145,8 @@ def test_scripts_run_as_they_stand(
     out, err = checked.communicate(timeout=60)
     assert checked.returncode == 0, err
     assert [line.split()[0] for line in out.splitlines()] == ["equal", "equal"]
-    failed = start(str(SCRIPTS / f"{script}.py"), "org/none")
+    page = hub.url + ("/models" if place == "ms" else "") + "/org/none"
+    failed = start(str(SCRIPTS / f"{script}.py"), page)
     (error,) = failed.communicate(timeout=60)[1].splitlines()
     assert "no such model" in error
     assert failed.returncode == 1

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rapid_infer.errors import HubError
-from rapid_infer.hub import ModelRef, cache_dir, demo, file_lock, resolve
+from rapid_infer.hub import ModelRef, cache_dir, demo, fetch, file_lock, resolve
 
 
 @pytest.fixture(autouse=True)
@@ -140,6 +140,8 @@ def test_what_is_spelled_alike_is_named(
         resolve(ref)
     assert "\n" not in str(caught.value)
     assert ".qwen3" not in str(caught.value)
+    with pytest.raises(HubError, match=r"ms:org/name to download.*the slash(; did you mean HuggingFaceTB/SmolLM2\?)?$"):
+        fetch(Path(ref).name)
 
 
 def test_the_hub_variable_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
