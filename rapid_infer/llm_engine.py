@@ -10,7 +10,7 @@ from typing import Any
 from rapid_infer.config import CheckpointFacts, EngineArgs, EngineConfig
 from rapid_infer.engine.core import EngineCore
 from rapid_infer.engine.results import StepOutputs
-from rapid_infer.errors import ConfigError, RequestError
+from rapid_infer.errors import RequestError
 from rapid_infer.frontend import EngineFacts, InputProcessor, OutputProcessor, Prompt
 from rapid_infer.models.checkpoint import Checkpoint, read_checkpoint
 from rapid_infer.outputs import RequestOutput, RequestOutputKind
@@ -115,14 +115,11 @@ def locate(model: str, args: EngineArgs) -> tuple[Checkpoint, Entry]:
 def configure(checkpoint: Checkpoint, entry: Entry, args: EngineArgs) -> tuple[Any, EngineConfig]:
     """The plugin's model class and the engine's configuration, every "auto" decided."""
     from rapid_infer.device import probe
+    from rapid_infer.worker.contract import check_class, read_config
 
-    model_class: Any = ModelRegistry.load(entry)
-    model_config = model_class.read_config(checkpoint.hf_config)
-    for field_name in ("vocab_size", "max_position_embeddings"):
-        if not isinstance(getattr(model_config, field_name, None), int):
-            raise ConfigError(
-                f"{model_class.__name__}.read_config returned no integer {field_name!r}, which the engine needs"
-            )
+    model_class = ModelRegistry.load(entry)
+    check_class(model_class, entry)
+    model_config = read_config(model_class, checkpoint)
     facts = CheckpointFacts(model_config.max_position_embeddings, checkpoint.dtype)
     return model_class, args.resolve(facts, probe(args.device))
 

@@ -166,7 +166,7 @@ class EntryPointTable:
         try:
             return _import(entry.target)
         except (Exception, SystemExit) as error:
-            raise PluginError(f"{label}cannot load {entry.target} ({entry.origin}): {_reason(error)}") from error
+            raise PluginError(f"{label}cannot load {entry.target} ({entry.origin}): {reason(error)}") from error
 
     def register(self, name: str, target: str, *, override: bool = False) -> None:
         """Add an entry for this process, as the string `pkg.mod:Attr`; nothing is imported.
@@ -275,7 +275,7 @@ def load_target(target: str) -> object:
     try:
         return _import(target)
     except (Exception, SystemExit) as error:
-        raise PluginError(f"cannot load {target}: {_reason(error)}") from error
+        raise PluginError(f"cannot load {target}: {reason(error)}") from error
 
 
 def _import(target: str) -> object:
@@ -288,7 +288,7 @@ def _import(target: str) -> object:
     return value
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     """Type, text, and the deepest line that is not import machinery: a bare AttributeError says too little."""
     skip = {_import.__code__.co_filename, importlib.import_module.__code__.co_filename}
     place = ""

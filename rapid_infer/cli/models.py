@@ -36,8 +36,9 @@ def models(
     """List the installed models; --check shows what is broken and why.
 
     Listing runs no plugin code.
-    With --check the exit code is 1 when something is broken: a model that cannot be imported, a plugin that asks for
-    another rapid-infer, two plugins for one architecture, stale or unreadable metadata.
+    With --check the exit code is 1 when something is broken: a model that cannot be imported or does not have
+    what the runtime calls, a plugin that asks for another rapid-infer, two plugins for one architecture, stale or
+    unreadable metadata.
     """
     model_table = registry.ModelRegistry
     findings = _check_with_progress(model_table) if check else None
@@ -58,7 +59,7 @@ def _check_with_progress(model_table: ModelTable) -> list[Finding]:
 
 
 def check_models(model_table: ModelTable) -> Iterator[Finding]:
-    """Import every model and compare metadata with what it was made from. Never raises for a broken plugin."""
+    """Import and look at every class, compare metadata with what it was made from; a broken plugin raises nothing."""
     table = model_table.table
     for name in table.names():
         candidates = table.candidates(name)
@@ -68,12 +69,18 @@ def check_models(model_table: ModelTable) -> Iterator[Finding]:
             if entry.fault:  # reported below, once for the distribution
                 continue
             with contextlib.redirect_stdout(sys.stderr):  # a plugin that prints must not end up in the JSON
-                error = _error_of(partial(model_table.load, entry))
+                error = _error_of(partial(_load, model_table, entry))
             if error:
                 yield Finding("broken", error, name, entry.distribution)
     yield from (Finding("unreadable", fault) for fault in table.faults())
     yield from map(_duplicate, table.duplicates())
     yield from _outdated_sources(table)
+
+
+def _load(model_table: ModelTable, entry: Entry) -> None:
+    from rapid_infer.worker.contract import check_class
+
+    check_class(model_table.load(entry), entry)
 
 
 def _error_of(action: Callable[[], object]) -> str:

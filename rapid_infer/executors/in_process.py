@@ -16,6 +16,7 @@ from rapid_infer.engine.step_plan import RowMasks, StepPlan, StepResult
 from rapid_infer.models.checkpoint import Checkpoint
 from rapid_infer.profiling import traced
 from rapid_infer.worker import build
+from rapid_infer.worker.contract import try_forward
 from rapid_infer.worker.memory import MemoryProfile, measure
 from rapid_infer.worker.model_runner import ModelRunner, StepHandle
 
@@ -47,6 +48,8 @@ class InProcessExecutor:
         spare = None if self.memory is None else self.memory.cache
         self.cache_plan, max_model_len = build.plan_cache(config, groups, spare)
         build.allocate_caches(self.built.model, self.cache_plan.num_blocks, self.cache_plan.block_size, device)
+        if self.memory is None:
+            try_forward(self.runner)
         if config.cuda_graphs:
             self._capture(config)
         self._info = ModelInfo(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class CausalLM(Protocol):
-    """An `nn.Module` that turns a step's tokens into hidden states.
+    """An `nn.Module` that turns a step's tokens into hidden states. `worker/contract.py` checks that it is one.
 
     Two facts are read from the config that `read_config` returns: `vocab_size` and `max_position_embeddings`.
     """
@@ -33,5 +33,5 @@ class CausalLM(Protocol):
     def __init__(self, config: Any, ctx: BuildContext) -> None: ...
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states `[tokens, hidden]` after the final norm."""
+        """Hidden states `[tokens, hidden]` after the final norm, in the model's dtype."""
         ...

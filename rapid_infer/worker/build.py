@@ -23,6 +23,7 @@ from rapid_infer.models.checkpoint import Checkpoint
 from rapid_infer.ops.registry import OpResolver
 from rapid_infer.profiling import traced
 from rapid_infer.quant import select_scheme
+from rapid_infer.worker.contract import check_model
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ def build_model(cls: Any, checkpoint: Checkpoint, config: EngineConfig, device: 
     )
     with torch.device(device), torch.no_grad():
         model = cls(model_config, ctx)
+    check_model(model, model_config, checkpoint.architecture)
     _check_names(model)
     _shorten_lookups(model)
     return BuiltModel(model.eval(), model_config, ops)

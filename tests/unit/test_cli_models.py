@@ -19,7 +19,22 @@ from rapid_infer.version import __version__
 
 ROOT = Path(rapid_infer.errors.__file__).parents[1]
 LIMIT_S = float(os.environ.get("RAPID_INFER_TEST_CLI_LIMIT_S", "0.3"))
-GOOD = "class Model:\n    pass\n"
+GOOD = """
+from torch import nn
+
+from rapid_infer.plugin import WeightMap
+
+
+class Model(nn.Module):
+    weight_map = WeightMap([])
+
+    @staticmethod
+    def read_config(hf_config): ...
+
+    def __init__(self, config, ctx): ...
+
+    def forward(self, batch): ...
+"""
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -114,6 +129,7 @@ def test_check_shows_every_real_error(site: Path, run: Run) -> None:
     install(site, "plug-import", {"Import": "Model"}, source="import fakeplug_nosuch")
     install(site, "plug-syntax", {"Syntax": "Model"}, source="x = (")
     install(site, "plug-attr", {"Attr": "Missing"})
+    install(site, "plug-empty", {"Empty": "Model"}, source="class Model: pass")
     install(site, "plug-old", {"Old": "Model"}, requires="rapid-infer<0.0.1")
     install(site, "plug-one", {"Clash": "Model"})
     install(site, "plug-two", {"Clash": "Model"})
@@ -129,6 +145,7 @@ def test_check_shows_every_real_error(site: Path, run: Run) -> None:
         ("Import", "plug-import"): "broken",
         ("Syntax", "plug-syntax"): "broken",
         ("Attr", "plug-attr"): "broken",
+        ("Empty", "plug-empty"): "broken",
         ("Old", "plug-old"): "broken",
         ("Clash", "plug-one"): "clash",
         ("Clash", "plug-two"): "clash",
@@ -138,6 +155,7 @@ def test_check_shows_every_real_error(site: Path, run: Run) -> None:
         ("broken", "ModuleNotFoundError: No module named 'fakeplug_nosuch'"),
         ("broken", "SyntaxError: '(' was never closed"),
         ("broken", "AttributeError: module 'fakeplug_plug_attr' has no attribute 'Missing'"),
+        ("broken", "fakeplug_plug_empty:Model (plug-empty 1.0) breaks the plugin contract: it is no torch.nn.Module"),
         ("broken", "plug-old 1.0 requires rapid-infer<0.0.1"),
         ("clash", "`pip uninstall plug-one` or `pip uninstall plug-two`"),
         ("unreadable", "METADATA is unreadable"),

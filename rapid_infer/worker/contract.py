@@ -1,0 +1,166 @@
+"""Does a plugin's model class keep the contract (`models/causal_lm.py`)? Looked at once, never in a step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from rapid_infer.engine.step_plan import SamplingFeatures, StepPlan
+from rapid_infer.errors import PluginError, RapidInferError
+from rapid_infer.layers.batch import ForwardBatch
+from rapid_infer.layers.embedding import LMHead
+from rapid_infer.loader.weight_map import WeightMap
+from rapid_infer.models.checkpoint import Checkpoint
+from rapid_infer.registry import Entry, ModelRegistry, reason
+
+if TYPE_CHECKING:
+    from rapid_infer.worker.model_runner import ModelRunner
+
+READ_CONFIG = "a static method read_config(hf_config) that returns a frozen dataclass"
+WEIGHT_MAP = "a WeightMap"
+INIT = "__init__(self, config, ctx)"
+FORWARD = "forward(self, batch) that returns hidden states [num_tokens, hidden]"
+
+
+def check_class(cls: type, entry: Entry) -> None:
+    """What can be seen without a checkpoint. PluginError that names all of it."""
+    if faults := list(_class_faults(cls)):
+        raise _error(entry.name, f"{entry.target} ({entry.origin})", "; ".join(faults))
+
+
+def _class_faults(cls: type) -> Iterator[str]:
+    if not issubclass(cls, nn.Module):
+        yield "it is no torch.nn.Module"
+        return
+    yield from _call_fault("read_config", getattr(cls, "read_config", None), 1, READ_CONFIG)
+    weight_map = inspect.getattr_static(cls, "weight_map", None)
+    if weight_map is None:
+        yield f"it has no weight_map, expected {WEIGHT_MAP}"
+    elif not isinstance(weight_map, (WeightMap, property)):
+        yield f"weight_map is of type {type(weight_map).__name__}, expected {WEIGHT_MAP}"
+    for name, inherited, expected in (("__init__", nn.Module.__init__, INIT), ("forward", nn.Module.forward, FORWARD)):
+        own = getattr(cls, name)
+        yield from _call_fault(name, None if own is inherited else own, 3 if name == "__init__" else 2, expected)
+
+
+def _call_fault(name: str, function: Any, arguments: int, expected: str) -> Iterator[str]:
+    """Unless `function` can be called with that many arguments by position."""
+    if function is None:
+        yield f"it has no {name}, expected {expected}"
+    elif not callable(function):
+        yield f"{name} is of type {type(function).__name__}, expected {expected}"
+    else:
+        try:
+            signature = inspect.signature(function)
+        except ValueError:  # written in C: nothing is known
+            return
+        try:
+            signature.bind(*[None] * arguments)
+        except TypeError:
+            yield f"it has {name}{signature}, expected {expected}"
+
+
+def read_config(cls: Any, checkpoint: Checkpoint) -> Any:
+    """The plugin's own configuration of a checkpoint. PluginError unless the engine can use it."""
+    try:
+        config = cls.read_config(checkpoint.hf_config)
+    except RapidInferError:
+        raise
+    except Exception as error:
+        text = f"read_config raised {reason(error)}; expected a ConfigError for what a checkpoint lacks"
+        raise _error(checkpoint.architecture, _who(cls, checkpoint.architecture), text) from error
+    if fault := _config_fault(config):
+        raise _error(checkpoint.architecture, _who(cls, checkpoint.architecture), f"read_config returned {fault}")
+    return config
+
+
+def _config_fault(config: object) -> str | None:
+    if not is_dataclass(config) or isinstance(config, type):
+        return f"{_describe(config)}, expected a frozen dataclass"
+    for name in ("vocab_size", "max_position_embeddings"):
+        value = getattr(config, name, None)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            got = f"{name}={value!r}" if hasattr(config, name) else f"no {name}"
+            return f"a {type(config).__name__} with {got}, expected an integer above 0"
+    return None
+
+
+def check_model(model: Any, config: Any, architecture: str) -> None:
+    """A model just built, and what its first forward returns. PluginError, the latter from that forward."""
+    who, head = _who(type(model), architecture), getattr(model, "head", None)
+    if not isinstance(head, LMHead):
+        raise _error(architecture, who, f"its attribute head is {_describe(head)}, expected an LMHead")
+    if head.vocab_size != config.vocab_size:
+        fault = f"head has vocab_size={head.vocab_size}, expected {config.vocab_size} as read_config returned"
+        raise _error(architecture, who, fault)
+    if not isinstance(model.weight_map, WeightMap):
+        raise _error(architecture, who, f"weight_map is {_describe(model.weight_map)}, expected {WEIGHT_MAP}")
+
+    def check(module: nn.Module, args: tuple[ForwardBatch, ...], hidden: object) -> None:
+        if fault := _hidden_fault(hidden, args[0], head.weight):
+            raise _error(architecture, who, fault)
+        hook.remove()  # a module with hooks is called the slow way
+
+    hook = model.register_forward_hook(check)
+
+
+def try_forward(runner: ModelRunner) -> None:
+    """A forward of two tokens in the dummy row: what is wrong with it shows now, not in a user's request."""
+    count = min(2, runner.max_model_len)
+    none = np.zeros(0, np.int32)
+    plan = StepPlan(
+        step=0,
+        rows=np.array([runner.table.dummy], np.int32),
+        query_lens=np.array([count], np.int32),
+        tokens=np.zeros(count, np.int32),
+        sampled=none,
+        new_rows=None,
+        new_blocks=(),
+        features=SamplingFeatures(),
+        max_query_len=count,
+        max_seq_len=count,
+        num_tokens=count,
+    )
+    runner.launch_forward(plan)
+
+
+def _hidden_fault(hidden: object, batch: ForwardBatch, weight: Tensor) -> str | None:
+    """`weight`: the head's, `[rows, hidden]`."""
+    tokens, width = batch.num_tokens, weight.shape[1]
+    asked = tokens if batch.logits_indices is None else len(batch.logits_indices)
+    shapes = ([tokens, width], [asked, width])
+    if isinstance(hidden, Tensor) and hidden.dtype == weight.dtype and list(hidden.shape) in shapes:
+        return None
+    return (
+        f"forward returned {_describe(hidden)}, expected hidden states, which the head makes logits of: a Tensor "
+        f"[num_tokens, hidden] = [{tokens}, {width}] in {_name(weight)}"
+    )
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a Tensor {list(value.shape)} in {_name(value)}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}: {', '.join(map(_describe, value))}"
+    return "None" if value is None else f"a value of type {type(value).__name__}"
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _who(cls: type, architecture: str) -> str:
+    """The class and, if this process can say, the distribution that brings it."""
+    package = cls.__module__.partition(".")[0]
+    entries = ModelRegistry.table.candidates(architecture)
+    origins = [f" ({entry.origin})" for entry in entries if entry.target.split(":")[0].split(".")[0] == package]
+    return f"{cls.__module__}:{cls.__qualname__}{origins[0] if origins else ''}"
+
+
+def _error(architecture: str, who: str, fault: str) -> PluginError:
+    return PluginError(f"architecture {architecture!r}: {who} breaks the plugin contract: {fault}")
