@@ -1,11 +1,13 @@
 """The plugin table, against fake distributions: metadata folders and modules written to a temporary folder."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 import rapid_infer.errors
 from rapid_infer import registry
@@ -193,16 +195,39 @@ def test_other_requirements_do_not_stop_a_plugin(site: Path, requirement: str) -
     assert table_of(site).resolve("A")
 
 
-def test_a_development_version_of_the_runtime_meets_a_plain_requirement(
-    site: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture(params=["installed", "before 26"])
+def packaging_release(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before packaging 26 a pre-release met no specifier that names none, unless the caller said so."""
+    contains = SpecifierSet.contains
+
+    def before_26(self: SpecifierSet, item: str, prereleases: bool | None = None) -> bool:
+        return contains(self, item, prereleases=bool(self.prereleases) if prereleases is None else prereleases)
+
+    if request.param == "before 26":
+        monkeypatch.setattr(SpecifierSet, "contains", before_26)
+
+
+@pytest.mark.usefixtures("packaging_release")
+@pytest.mark.parametrize("version", ["0.3.0.dev1", "0.3.0a2", "0.3.0rc1", "0.3.0rc1.post1.dev2", "0.3.0.dev1+local"])
+@pytest.mark.parametrize(
+    ("specifier", "met"),
+    [
+        *[(specifier, True) for specifier in ("", ">=0.2", "~=0.2", "==0.3.*", ">=0.2,<0.4", ">=0.3.dev0", "!=0.3.0")],
+        *[(specifier, False) for specifier in (">=0.3", "<0.3", "==0.3.0", ">=0.3.0rc2", "~=0.2.0")],
+    ],
+)
+def test_a_prerelease_of_the_runtime_meets_what_its_number_meets(
+    site: Path, monkeypatch: pytest.MonkeyPatch, version: str, specifier: str, met: bool
 ) -> None:
-    monkeypatch.setattr(registry, "__version__", "0.3.0.dev1")
-    for name, requirement in {"a": "rapid-infer>=0.2", "b": "rapid-infer>=0.3"}.items():
-        modules = {f"fakeplug_{name}": GOOD}
-        install(site, f"plug-{name}", {name: f"fakeplug_{name}:Model"}, requires=(requirement,), modules=modules)
-    assert table_of(site).resolve("a")
-    with pytest.raises(PluginError, match=r"requires rapid-infer>=0.3"):
-        table_of(site).resolve("b")
+    monkeypatch.setattr(registry, "__version__", version)
+    requires = (f"rapid-infer{specifier}",)
+    install(site, "plug-a", {"A": "fakeplug_a:Model"}, requires=requires, modules={"fakeplug_a": GOOD})
+    if met:
+        assert table_of(site).resolve("A")
+    else:
+        wanted = SpecifierSet(specifier)
+        with pytest.raises(PluginError, match=rf"requires rapid-infer{re.escape(str(wanted))}, but rapid-infer 0\.3"):
+            table_of(site).resolve("A")
 
 
 def test_a_malformed_requirement_is_the_plugins_error(site: Path) -> None:
