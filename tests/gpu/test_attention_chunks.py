@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from attention_chunks import DTYPES, borders, check_latent, check_paged, paged_case
 
 from rapid_infer.ops import OPS, OpFacts, load_providers

@@ -9,18 +9,15 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gpu_traffic import LATENT, PROFILES, graphs_of, params, prompts, replays, tokens, traffic
 
 from rapid_infer import LLM
 from rapid_infer.worker.graph_recorder import GraphRecorder
 from rapid_infer.worker.graph_runner import DECODE
-
-sys.path.insert(0, str(Path(__file__).parent))
-from gpu_traffic import LATENT, PROFILES, graphs_of, params, prompts, replays, tokens, traffic
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,16 +6,13 @@ import gc
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from gpu_traffic import LATENT, PROFILES, graphs_of, params, prompts, record_all, replays, tokens, traffic
 
 from rapid_infer import SamplingParams
 from rapid_infer.worker.build import cached_modules
-
-sys.path.insert(0, str(Path(__file__).parent))
-from gpu_traffic import LATENT, PROFILES, graphs_of, params, prompts, record_all, replays, tokens, traffic
 
 pytestmark = [
     pytest.mark.gpu,

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-from rapid_infer import SamplingParams
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent.parent / "plugins"))
 from gpu_traffic import replays
 from plain_sampling import Job, solve
+
+from rapid_infer import SamplingParams
 
 pytestmark = [
     pytest.mark.gpu,

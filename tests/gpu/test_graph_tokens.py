@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gpu_traffic import LATENT, graphs_of, params, prompts, replays, tokens
 
 from rapid_infer import SamplingParams
 from rapid_infer.testing import GreedyRun
-
-sys.path.insert(0, str(Path(__file__).parent))
-from gpu_traffic import LATENT, graphs_of, params, prompts, replays, tokens
 
 pytestmark = [
     pytest.mark.gpu,

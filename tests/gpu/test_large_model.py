@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gpu_traffic import graphs_of, params, tokens
 
 from rapid_infer import LLM
 from rapid_infer.cache.budget import GIB
 from rapid_infer.errors import ConfigError
-
-sys.path.insert(0, str(Path(__file__).parent))
-from gpu_traffic import graphs_of, params, tokens
 
 pytestmark = [
     pytest.mark.gpu,

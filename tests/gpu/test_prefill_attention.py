@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ import torch
 
 pytest.importorskip("triton")
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from attention_chunks import borders, check_paged, paged_case
 
 from rapid_infer.ops import OPS

@@ -5,8 +5,6 @@ In fp32, with groups that grow and vanish and rows that share nothing, with CUDA
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +16,9 @@ from rapid_infer.testing import GreedyRun
 
 pytest.importorskip("triton")
 
-from rapid_infer.ops.providers.triton import attention_decode, attention_groups, attention_shared
-
-sys.path.insert(0, str(Path(__file__).parent))
 from gpu_traffic import prompts
+
+from rapid_infer.ops.providers.triton import attention_decode, attention_groups, attention_shared
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from plain_sampling import Job, solve
 
 from rapid_infer import SamplingParams
 from rapid_infer.engine.masks import pack
 from rapid_infer.engine.request import Request
 from rapid_infer.outputs import RequestOutputKind
-
-sys.path.insert(0, str(Path(__file__).parent))
-from plain_sampling import Job, solve
 
 VOCAB = 61
 LENGTH = 10

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import pytest
+from plain_sampling import Job, solve
 
 from rapid_infer import SamplingParams
 from rapid_infer.errors import RequestError
-
-sys.path.insert(0, str(Path(__file__).parent))
-from plain_sampling import Job, solve
 
 VOCAB = 61
 LENGTH = 12

@@ -1,24 +1,11 @@
-"""Lets the tests of this folder import what they share (fake_executor, harness), and has the fake hubs."""
+"""The fake hubs."""
 
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from fake_hub import Cdn, HuggingFaceHub, ModelScopeHub
-
-
-@dataclass
-class Hubs:
-    """One of each kind; neither redirects to `cdn` unless a test says so."""
-
-    hf: HuggingFaceHub
-    ms: ModelScopeHub
-    cdn: Cdn
+from hub_model import Hubs
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ import hashlib
 import json
 import os
 import random
+from dataclasses import dataclass
 from pathlib import Path
 
-from conftest import Hubs
-from fake_hub import LFS, Files, Server, git_sha1
+from fake_hub import LFS, Cdn, Files, HuggingFaceHub, ModelScopeHub, Server, git_sha1
 
 from rapid_infer.hub.lockfile import DIRECTORY_LOCK, LOCK_NAME
 
@@ -55,6 +55,15 @@ LEFT_OUT = {
 TAKEN = MODEL.keys() - LEFT_OUT
 SMALL = {name: MODEL[name] for name in ("config.json", WEIGHTS)}
 PLACES = ("hf", "ms", "cdn")
+
+
+@dataclass
+class Hubs:
+    """One of each kind; neither redirects to `cdn` unless a test says so."""
+
+    hf: HuggingFaceHub
+    ms: ModelScopeHub
+    cdn: Cdn
 
 
 def publish(hubs: Hubs, place: str, files: Files = MODEL, revision: str | None = None) -> tuple[str, Server]:

@@ -1,17 +1,13 @@
 """The benchmarks of long prompts beside decode and of prefix caching: their arithmetic, and both at work."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
-from tiny_bench import BENCHMARKS, start, write_tiny
-
-sys.path.insert(0, str(BENCHMARKS))
-
 from common.long_context import Course, Load, Setting, observe
 from common.schema import Result
 from common.workloads import GroupedWorkload
+from tiny_bench import start, write_tiny
 
 from rapid_infer.llm_engine import LLMEngine
 

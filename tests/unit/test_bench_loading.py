@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from common import weight_files
+from common.schema import Result
 from tiny_bench import TINY_CONFIG
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-from common import weight_files  # noqa: E402
-from common.schema import Result  # noqa: E402
 
 CONFIG = {**TINY_CONFIG, "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
 

@@ -9,16 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from common import op_calls, op_cases, op_cases_experts, op_shapes, op_timing  # noqa: F401
+from common.op_shapes import Shape
+from common.schema import Result
+
+from rapid_infer.ops import OPS, Op
+from rapid_infer.ops.registry import Case
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-from common import op_calls, op_cases, op_cases_experts, op_shapes, op_timing  # noqa: E402, F401
-from common.op_shapes import Shape  # noqa: E402
-from common.schema import Result  # noqa: E402
-
-from rapid_infer.ops import OPS, Op  # noqa: E402
-from rapid_infer.ops.registry import Case  # noqa: E402
 
 CONFIG = {
     "hidden_size": 32,

@@ -3,17 +3,13 @@
 import hashlib
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
-from tiny_bench import BENCHMARKS, TINY_CONFIG, start, write_tiny
-
-sys.path.insert(0, str(BENCHMARKS))
-
 from common import metrics, monitor, options, peer, workloads
 from common.runner import run_engine
 from common.schema import Environment, RequestSample, Result, RunSample
+from tiny_bench import TINY_CONFIG, start, write_tiny
 
 from rapid_infer.outputs import RequestOutputKind
 

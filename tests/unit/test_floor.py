@@ -1,12 +1,6 @@
 """The floor of a workload against sums by hand."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
 from common.floor import DenseModel, Peak, floor_seconds
 from common.workloads import named, spec
 

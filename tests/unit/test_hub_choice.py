@@ -6,9 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Hubs
 from fake_hub import API, Fault
-from hub_model import SMALL, WEIGHTS, publish, stored
+from hub_model import SMALL, WEIGHTS, Hubs, publish, stored
 
 from rapid_infer.errors import HubError
 from rapid_infer.hub import Endpoints, choose, fetch, fill, http, resolve

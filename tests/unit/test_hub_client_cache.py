@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Hubs
 from fake_hub import git_sha1
-from hub_model import MODEL, SHARDS, SMALL, TAKEN, WEIGHTS, link_snapshot, publish, stored
+from hub_model import MODEL, SHARDS, SMALL, TAKEN, WEIGHTS, Hubs, link_snapshot, publish, stored
 
 from rapid_infer.errors import HubError
 from rapid_infer.hub import fetch, resolve, verified

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Hubs
 from fake_hub import Fault
-from hub_model import MODEL, SHARDS, SIZE, SMALL, TAKEN, WEIGHTS, publish, safetensors, stored
+from hub_model import MODEL, SHARDS, SIZE, SMALL, TAKEN, WEIGHTS, Hubs, publish, safetensors, stored
 
 from rapid_infer.errors import HubError
 from rapid_infer.hub import fetch, fill, http, resolve

@@ -5,9 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import Hubs
 from fake_hub import Fault
-from hub_model import PLACES, SIZE, WEIGHTS, publish, safetensors
+from hub_model import PLACES, SIZE, WEIGHTS, Hubs, publish, safetensors
 from hub_model import SMALL as MODEL
 
 from rapid_infer.errors import HubError

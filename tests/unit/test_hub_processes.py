@@ -7,9 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import Hubs
 from fake_hub import Fault, Server
-from hub_model import MODEL, SHARDS, SIZE, TAKEN, publish, safetensors
+from hub_model import MODEL, SHARDS, SIZE, TAKEN, Hubs, publish, safetensors
 
 from rapid_infer.hub.lockfile import LOCK_NAME
 

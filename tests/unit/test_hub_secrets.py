@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Hubs
 from fake_hub import Fault
-from hub_model import SMALL, WEIGHTS, publish
+from hub_model import SMALL, WEIGHTS, Hubs, publish
 
 from rapid_infer.errors import HubError
 from rapid_infer.hub import fetch, fill, http, resolve, verify

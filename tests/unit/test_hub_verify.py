@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import Hubs
 from fake_hub import Fault
-from hub_model import MODEL, SHARDS, SMALL, TAKEN, WEIGHTS, link_snapshot, publish
+from hub_model import MODEL, SHARDS, SMALL, TAKEN, WEIGHTS, Hubs, link_snapshot, publish
 from tiny_chat import Run, make_run
 
 from rapid_infer.errors import HubError

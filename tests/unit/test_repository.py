@@ -65,6 +65,15 @@ def test_the_facade_offers_what_it_lists() -> None:
         _ = plugin.RMSNormm
 
 
+def test_any_test_files_can_be_run_together() -> None:
+    """Folders of tests are on one path: a name must be one file, and `conftest` is never the same one."""
+    files = [file for file in (ROOT / "tests").rglob("*.py") if file.name != "conftest.py"]
+    assert len({file.name for file in files}) == len(files)
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            assert not isinstance(node, ast.ImportFrom) or node.module != "conftest", file
+
+
 def test_generated_documents_are_up_to_date() -> None:
     done = run("scripts/make_docs.py", "--check")
     assert done.returncode == 0, done.stderr

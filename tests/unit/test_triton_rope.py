@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from rapid_infer.ops import OPS
 
 pytest.importorskip("triton")
-from rapid_infer.ops.providers.triton import rope_kv_write
-
-sys.path.insert(0, str(Path(__file__).parent))
 from test_ops import check
+
+from rapid_infer.ops.providers.triton import rope_kv_write
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
