@@ -1,8 +1,7 @@
-"""The command line around the plugin table: listing, checking, exit codes, and how long a listing takes."""
+"""The command line around the plugin table: listing, checking, exit codes, and what a listing imports."""
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from rapid_infer.registry import ModelTable
 from rapid_infer.version import __version__
 
 ROOT = Path(rapid_infer.errors.__file__).parents[1]
-LIMIT_S = float(os.environ.get("RAPID_INFER_TEST_CLI_LIMIT_S", "0.3"))
+HEAVY = ("torch", "numpy", "transformers", "tokenizers", "safetensors", "huggingface_hub", "modelscope_hub", "triton")
 GOOD = """
 from torch import nn
 
@@ -279,46 +278,35 @@ def test_version_is_printed_on_both_ways(
 
 @pytest.fixture
 def many(tmp_path: Path) -> Path:
-    """50 plugins whose modules sleep and leave a mark when they are imported, and a torch that does the same."""
-    source = f"import pathlib, time\npathlib.Path({str(tmp_path)!r}, 'imported').touch()\ntime.sleep(5)\n"
+    """50 plugins whose modules leave a mark when they are imported, and heavy packages that do the same."""
+    source = f"import pathlib\npathlib.Path({str(tmp_path)!r}, 'imported').open('a').write(f'{{__name__}} ')\n"
     for number in range(50):
         install(tmp_path, f"plug-{number}", {f"Fake{number}ForCausalLM": "Model"}, source=source)
-    (tmp_path / "torch.py").write_text(source)
+    for name in HEAVY:
+        (tmp_path / f"{name}.py").write_text(source)
     return tmp_path
 
 
-def process(folder: Path, *args: str) -> tuple[subprocess.CompletedProcess[str], float]:
+def process(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
     command = [sys.executable, "-m", "rapid_infer.cli", *args]
-    start = children_seconds()
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
-    return done, children_seconds() - start
-
-
-def children_seconds() -> float:
-    """Processor time, which does not grow with what else the machine does as the clock's does."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.parametrize("args", [["--version"], ["models"], ["models", "--json"]])
-def test_a_listing_is_fast_and_imports_neither_torch_nor_a_plugin(many: Path, args: list[str]) -> None:
-    runs = [process(many, *args) for _ in range(5)]
-    for done, _ in runs:
-        assert (done.returncode, done.stderr) == (0, "")
-    assert not (many / "imported").exists()
+def test_a_listing_imports_nothing_heavy_and_no_plugin(many: Path, args: list[str]) -> None:
+    done = process(many, *args)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not (many / "imported").exists(), (many / "imported").read_text()
     if args == ["models", "--json"]:
-        listed = {model["architecture"] for model in json.loads(runs[0][0].stdout)["models"]}
+        listed = {model["architecture"] for model in json.loads(done.stdout)["models"]}
         assert {f"Fake{number}ForCausalLM" for number in range(50)} <= listed
-    best = min(seconds for _, seconds in runs)
-    print(f"{' '.join(args)}: best of 5 {best:.3f} s")
-    assert best < LIMIT_S, f"{args} took {best:.3f} s at best; the limit is {LIMIT_S} s"
 
 
 def test_exit_codes_reach_the_shell(many: Path) -> None:
-    assert process(many, "models", "--nosuch")[0].returncode == 2
+    assert process(many, "models", "--nosuch").returncode == 2
     (many / "rich.py").write_text("raise ZeroDivisionError('ours')")
-    done, _ = process(many, "models")
+    done = process(many, "models")
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert "ZeroDivisionError: ours" in done.stderr

@@ -1,7 +1,6 @@
 """Which hub is asked, which is left alone, and when the next one gets its turn."""
 
 import logging
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -106,14 +105,13 @@ def test_fall_back(
     if trouble is _stall:
         monkeypatch.setattr("rapid_infer.hub.download.FALLBACK_SECONDS", 0.3)
     trouble(hubs)
-    started = time.perf_counter()
     with caplog.at_level(logging.INFO, "rapid_infer"):
         done = fetch("org/name", to=tmp_path / "m")
-    assert time.perf_counter() - started < 10
     assert done.source == "modelscope"
     assert stored(done.directory) == SMALL
     assert "trying the next hub" in caplog.text
     assert f"from ModelScope ({hubs.ms.url}): after " in caplog.text
+    assert ("no answer within 0 s" in caplog.text) == (trouble is _stall)
 
 
 def test_when_no_hub_has_it_every_reason_is_given(hubs: Hubs) -> None:
