@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import signal
 import sys
 from collections.abc import Callable
@@ -34,10 +33,8 @@ HINT = """Ctrl-C stops an answer or clears the line. A message that begins with 
 
 def chat(
     model: options.Model = "demo",
-    system: Annotated[str | None, typer.Option(help="The system message.", metavar="TEXT")] = None,
-    no_thinking: Annotated[
-        bool, typer.Option("--no-thinking", metavar="", help="Ask the template for answers without thinking.")
-    ] = False,
+    system: options.System = None,
+    no_thinking: options.NoThinking = False,
     max_tokens: Annotated[
         int | None, typer.Option(help="Tokens of an answer at most. Default: 1024, or the model's own.")
     ] = None,
@@ -73,7 +70,6 @@ def chat(
         max_tokens=max_tokens,
         seed=seed,
     )
-    _make_streams_forgiving()
     from rapid_infer.llm import LLM
 
     with LLM(
@@ -96,10 +92,10 @@ def chat(
             llm,
             options.sampling_params(llm.engine, given, MAX_TOKENS),
             system=system,
-            template={"enable_thinking": False} if no_thinking else None,
+            template=options.template_options(no_thinking),
             note=_note,
         )
-        if sys.stdin is not None and sys.stdin.isatty():
+        if sys.stdin.isatty():
             _note(_banner(llm, model))
             TerminalChat(session).run()
         elif code := answer_lines(session):
@@ -109,7 +105,7 @@ def chat(
 def answer_lines(session: ChatSession) -> int:
     """Answer each line of standard input; returns the exit code: 0, or that of the first line that failed."""
     code = 0
-    for line in sys.stdin or ():  # None: closed by the caller
+    for line in sys.stdin:
         if not line.strip():
             continue
         try:
@@ -261,13 +257,6 @@ class Keyboard:
             self._reading = False
             self.typed = self._readline.get_line_buffer() if self._readline is not None else ""
             raise KeyboardInterrupt
-
-
-def _make_streams_forgiving() -> None:
-    """No byte that comes in and no character that goes out ends the chat."""
-    for stream in (sys.stdin, sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
 
 
 def _banner(llm: LLM, model: str) -> str:

@@ -38,14 +38,18 @@ def doctor(as_json: options.AsJson = False, dtype: options.Dtype = "auto") -> No
 
 
 def diagnose(dtype: str = "auto") -> dict[str, Any]:
-    """The report as plain data. `ops`: per op and provider the reasons why it cannot run on the default device."""
+    """The report as plain data; ConfigError for an unknown dtype.
+
+    `ops`: per op and provider the reasons why it cannot run on the default device.
+    """
     import torch
 
     from rapid_infer import registry
-    from rapid_infer.config import DTYPES
+    from rapid_infer.config import DTYPES, EngineArgs
     from rapid_infer.device import probe
     from rapid_infer.ops import OPS, OpFacts, load_providers
 
+    EngineArgs.from_kwargs(dtype=dtype)
     device = probe()
     load_providers()
     name = DTYPES.get(dtype, "bfloat16" if device.bfloat16 else "float32")

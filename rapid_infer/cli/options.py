@@ -49,11 +49,21 @@ MinP = Annotated[float | None, typer.Option(help="Keep tokens this likely, relat
 RepetitionPenalty = Annotated[float | None, typer.Option(help="Above 1: tokens seen before get less likely.")]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same text.")]
 
+System = Annotated[str | None, typer.Option(help="The system message.", metavar="TEXT")]
+NoThinking = Annotated[
+    bool, typer.Option("--no-thinking", metavar="", help="Ask the template for answers without thinking.")
+]
+
 
 def go_offline(offline: bool) -> None:
     """For the rest of this process, and for the libraries in it."""
     if offline:
         os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def template_options(no_thinking: bool) -> dict[str, Any]:
+    """What the chat template is given."""
+    return {"enable_thinking": False} if no_thinking else {}
 
 
 def show_memory(engine: LLMEngine) -> None:

@@ -179,12 +179,12 @@ def test_pairs() -> None:
 
 def test_a_pipe_is_answered_line_by_line(model: str) -> None:
     given = ("--greedy", "--max-tokens", "5", "--system", "Be kind", *CPU)
-    text = "Hello\n\n/help\r\nlast"
+    text = "Hello\n\n/help\r\nla\rst\u2028\x0b"
     done = subprocess.run([*COMMAND, model, *given], input=text.encode(), capture_output=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, b"")
     with LLM(model, device="cpu", dtype="float32") as llm:
         session = ChatSession(llm, SamplingParams(temperature=0, max_tokens=5), system="Be kind")
-        answers = [ask(session, question) for question in ("Hello", "/help", "last")]
+        answers = [ask(session, question) for question in ("Hello", "/help", "la\rst\u2028\x0b")]
     assert done.stdout.decode() == "".join(answer if answer.endswith("\n") else f"{answer}\n" for answer in answers)
 
 

@@ -243,10 +243,45 @@ def test_an_unexpected_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch
 
 
 def test_usage_errors_exit_with_2(run: Run) -> None:
-    for args in [["nosuch"], ["models", "--nosuch"], ["--nosuch"]]:
+    for args, what, where in [
+        (["modelss"], "No such command 'modelss'. Did you mean 'models'?", ""),
+        (["--nosuch"], "No such option: --nosuch", ""),
+        (["models", "--nosuch"], "No such option: --nosuch", " models"),
+        (["models", "extra"], "Got unexpected extra argument", " models"),
+        (["generate", "--max-tokens", "many"], "Invalid value for '--max-tokens': ", " generate"),
+        (["generate", "-p"], "Option '-p' requires an argument", " generate"),
+        (["verify"], "Missing argument 'DIR'; ", " verify"),
+    ]:
         code, out, err = run(*args)
         assert (code, out) == (2, "")
-        assert args[-1] in err
+        assert err.startswith(f"error: {what}"), err
+        assert err.endswith(f"; see `rapid-infer{where} --help`\n")
+        assert err.count("\n") == 1
+    code, out, err = run()
+    assert (code, err) == (2, "")
+    assert out == run("--help")[1]
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "inspect", "download", "verify"])
+@pytest.mark.parametrize("model", ["word", "FILE", "EMPTY", "NO_CONFIG"])
+def test_a_model_that_is_none_is_one_line(run: Run, tmp_path: Path, command: str, model: str) -> None:
+    (tmp_path / "FILE").touch()
+    for name in ("EMPTY", "NO_CONFIG"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "NO_CONFIG" / "notes.txt").touch()
+    name = model if model == "word" else str(tmp_path / model)
+    code, out, err = run(command, name, *(["-p", "Hi"] if command == "generate" else []))
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert name in err
+    assert err.count("\n") == 1
+
+
+def test_doctor_refuses_what_is_no_dtype(run: Run) -> None:
+    assert run("doctor", "--dtype", "int4")[::2] == (
+        2,
+        "error: dtype must be 'auto' or one of ['bfloat16', 'float16', 'float32'], got 'int4'\n",
+    )
 
 
 def test_help_has_a_line_for_every_command_and_an_example(run: Run) -> None:
@@ -254,6 +289,7 @@ def test_help_has_a_line_for_every_command_and_an_example(run: Run) -> None:
     assert code == 0
     assert all(any(f" {name} " in line for line in out.splitlines()) for name in app.COMMANDS)
     assert "Example: rapid-infer generate" in out
+    assert "Exit codes: 0 done, 2 something to correct" in out
     assert "completion" not in out
     assert run("models", "--help")[0] == 0
 
@@ -271,7 +307,9 @@ def test_version_is_printed_on_both_ways(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run: Run
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["rapid-infer", "--version"])
-    cli.main()
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 0
     assert capsys.readouterr().out == f"rapid-infer {__version__}\n"
     assert run("--version")[:2] == (0, f"rapid-infer {__version__}\n")
 
