@@ -50,8 +50,12 @@ def generate(
     file: Annotated[
         list[Path] | None, typer.Option("--file", "-f", help="A file that holds a prompt; `-` is standard input.")
     ] = None,
-    lines: Annotated[bool, typer.Option("--lines", metavar="", help="Each line of -f is a prompt of its own.")] = False,
+    lines: Annotated[
+        bool, typer.Option("--lines", metavar="", help="Each line of -f, or of standard input, is a prompt of its own.")
+    ] = False,
     chat: Annotated[bool, typer.Option("--chat", metavar="", help="Put prompts through the chat template.")] = False,
+    system: options.System = None,
+    no_thinking: options.NoThinking = False,
     max_tokens: Annotated[
         int | None, typer.Option(help="Tokens to generate at most. Default: 256, or the model's own.")
     ] = None,
@@ -66,6 +70,10 @@ def generate(
     frequency_penalty: Annotated[float | None, typer.Option(help="The same, once per time a token was used.")] = None,
     stop: Annotated[
         list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this text; repeat for several.")
+    ] = None,
+    stop_token_ids: Annotated[
+        list[str] | None,
+        typer.Option("--stop-token-ids", metavar="IDS", help="End at these token ids too, such as 151643,151645."),
     ] = None,
     seed: options.Seed = None,
     n: Annotated[int, typer.Option("-n", help="Completions per prompt.")] = 1,
@@ -85,6 +93,8 @@ def generate(
 ) -> None:
     """Complete prompts. Example: rapid-infer generate -p "The capital of France is"
 
+    A model that was trained to chat wants its chat template: rapid-infer generate MODEL --chat -p "Hello"
+
     Text goes to standard output as it is made; the closing line with tokens, speed and time to first token goes to
     standard error. Sampling options that are not given come from the model's generation_config.json.
     """
@@ -101,6 +111,7 @@ def generate(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         stop=stop or None,
+        stop_token_ids=read_ids(stop_token_ids or []) or None,
         seed=seed,
         n=n,
         ignore_eos=ignore_eos,
@@ -108,6 +119,9 @@ def generate(
     )
     if logprobs is not None and not as_json:
         raise RequestError("--logprobs shows only in the JSON report; add --json")
+    if (system is not None or no_thinking) and not chat:
+        option = "--system" if system is not None else "--no-thinking"
+        raise RequestError(f"{option} is for the chat template, which a plain prompt does not go through; add --chat")
     prompts = read_prompts(prompt or [], file or [], lines)
     start = time.perf_counter()
     from rapid_infer.llm_engine import LLMEngine
@@ -125,7 +139,8 @@ def generate(
     timing = Timing(load=time.perf_counter() - start)
     options.show_memory(engine)
     params = options.sampling_params(engine, given, MAX_TOKENS)
-    encoded = [_encode(engine, text, chat) for text in prompts]
+    template = options.template_options(no_thinking)
+    encoded = [_encode_chat(engine, text, system, template) if chat else engine.encode(text) for text in prompts]
     show = len(prompts) == 1 and n == 1 and not as_json
     outputs = _run(engine, encoded, params, timing, show)
     for output, text in zip(outputs, prompts):
@@ -139,31 +154,46 @@ def generate(
     _raise_failures(outputs)
 
 
+def read_ids(values: list[str]) -> list[int]:
+    """Token ids as they are typed, one or several with commas."""
+    try:
+        return [int(part) for value in values for part in value.split(",")]
+    except ValueError:
+        raise RequestError(f"--stop-token-ids must be token ids such as 2 or 2,5, got {','.join(values)!r}") from None
+
+
 def read_prompts(prompts: list[str], files: list[Path], lines: bool) -> list[str]:
     """All prompts, those of -p first. RequestError when there is none, or a file cannot be read."""
+    if lines and prompts and not files:
+        raise RequestError("--lines is for the lines of -f, and -p is one prompt whatever it holds; drop --lines")
     found = list(prompts)
     for file in files or ([] if prompts else [Path("-")]):
-        text = _read_file(file)
-        found += [line for line in text.splitlines() if line.strip()] if lines else [text]
+        text = _read(file)
+        found += [line for line in text.split("\n") if line.strip()] if lines else [text]
     if not any(text.strip() for text in found):
         raise RequestError('no prompt: give one with -p "text", with -f FILE, or on standard input')
     return found
 
 
-def _read_file(file: Path) -> str:
-    if str(file) == "-":
-        if sys.stdin.isatty():
-            print("Type a prompt, then Ctrl-D:", file=sys.stderr)
-        return sys.stdin.read().removesuffix("\n")
+def _read(file: Path) -> str:
+    """All of a file, without its last line end. Nothing but a line feed, or both characters of Windows, ends a line."""
+    standard = str(file) == "-"
+    if standard and sys.stdin.isatty():
+        print("Type a prompt, then Ctrl-D:", file=sys.stderr)
     try:
-        return file.read_text(encoding="utf-8").removesuffix("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"cannot read the prompt file {file}: {error}") from error
+        content = sys.stdin.buffer.read() if standard else file.read_bytes()
+        return content.decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
+    except OSError as error:
+        reason = error.strerror
+    except UnicodeDecodeError as error:
+        reason = f"byte {error.start} is not UTF-8; save it as UTF-8"
+    name = "standard input" if standard else f"the prompt file {file}"
+    raise RequestError(f"cannot read {name}: {reason}")
 
 
-def _encode(engine: LLMEngine, text: str, chat: bool) -> list[int]:
-    assert engine.tokenizer is not None
-    return engine.tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else engine.encode(text)
+def _encode_chat(engine: LLMEngine, text: str, system: str | None, template: dict[str, Any]) -> list[int]:
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    return engine.inputs.encode_chat([*messages, {"role": "user", "content": text}], **template)
 
 
 def _run(

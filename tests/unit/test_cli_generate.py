@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ from tiny_chat import Run, make_chat_model, make_run
 from rapid_infer.cli.generate import MAX_TOKENS
 from rapid_infer.cli.options import sampling_params
 from rapid_infer.params import SamplingParams, defaults_of
+from rapid_infer.text import Tokenizer
 
 CPU = ("--device", "cpu", "--dtype", "float32")
 
@@ -121,6 +123,78 @@ def test_chat_and_text_on_standard_output(run: Run, model: str) -> None:
     assert err.startswith("4 tokens in ")
 
 
+def test_the_chat_template_gets_system_message_and_thinking(
+    run: Run, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    encode = Tokenizer.encode_chat
+
+    def spy(self: Tokenizer, messages: Any, **template: Any) -> list[int]:
+        ids = encode(self, messages, **template)
+        seen.append(bytes(ids).decode())
+        return ids
+
+    monkeypatch.setattr(Tokenizer, "encode_chat", spy)
+    for args in ([], ["--system", "Be kind"], ["--no-thinking"], ["--system", "", "--no-thinking"]):
+        completions(run, model, "--chat", "--max-tokens", "1", *args, prompt="Hi")
+    assert seen == ["u:Hi\na:", "s:Be kind\nu:Hi\na:", "u:Hi\na:-", "s:\nu:Hi\na:-"]
+
+
+def test_stop_token_ids_end_the_text(run: Run, model: str) -> None:
+    whole = tokens(run, model, "--greedy", "--max-tokens", "9")
+    stop = next(token for token in whole[1:] if token != whole[0])
+    for ids in (["--stop-token-ids", f"0,{stop}"], ["--stop-token-ids", "0", "--stop-token-ids", str(stop)]):
+        cut = completions(run, model, "--greedy", "--max-tokens", "9", *ids)[0]
+        assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", stop)
+        assert cut["token_ids"] == whole[: whole.index(stop) + 1]
+
+
+LINES = "a\u2028b\x0bc\x0cd\x85e\rf\r\n\n  \ng\n"
+"""Nothing but a line feed, or both characters of Windows, ends a line."""
+
+
+@pytest.mark.parametrize("source", ["file", "standard input"])
+@pytest.mark.parametrize(
+    ("args", "prompts"),
+    [
+        (["--lines"], ["a\u2028b\x0bc\x0cd\x85e\rf", "g"]),
+        ([], ["a\u2028b\x0bc\x0cd\x85e\rf\n\n  \ng"]),
+    ],
+)
+def test_lines_of_a_file(
+    run: Run,
+    model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    source: str,
+    args: list[str],
+    prompts: list[str],
+) -> None:
+    content = LINES.encode("utf-8-sig")
+    if source == "file":
+        (tmp_path / "prompts.txt").write_bytes(content)
+        args = ["-p", "first\nprompt", "-f", str(tmp_path / "prompts.txt"), *args]
+        prompts = ["first\nprompt", *prompts]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="latin-1"))
+    code, out, err = run("generate", model, "--json", "--max-tokens", "1", *CPU, *args)
+    assert code == 0, err
+    assert [result["prompt"] for result in json.loads(out)["results"]] == prompts
+
+
+def test_what_is_no_text_is_one_error(run: Run, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9")))
+    for name, args in {
+        "standard input": [],
+        f"the prompt file {tmp_path}/latin1.txt": ["-f", f"{tmp_path}/latin1.txt"],
+    }.items():
+        assert run("generate", model, *args) == (
+            2,
+            "",
+            f"error: cannot read {name}: byte 3 is not UTF-8; save it as UTF-8\n",
+        )
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -129,12 +203,24 @@ def test_chat_and_text_on_standard_output(run: Run, model: str) -> None:
         (["--stop", ""], "stop must be a text or a list of non-empty texts"),
         (["--logprobs", "99", "--json"], "logprobs must be an integer from 0 to 20"),
         (["--logprobs", "2"], "add --json"),
+        (["--system", "Be kind"], "--system is for the chat template, which a plain prompt does not go through; add"),
+        (
+            ["--no-thinking"],
+            "--no-thinking is for the chat template, which a plain prompt does not go through; add --c",
+        ),
+        (["--stop-token-ids", "2,x"], "--stop-token-ids must be token ids such as 2 or 2,5, got '2,x'"),
+        (["--stop-token-ids", "-1"], "stop_token_ids must be a list of token ids >= 0, got (-1,)"),
+        (["--lines"], "--lines is for the lines of -f, and -p is one prompt whatever it holds; drop --lines"),
+        (["-f", "nosuch.txt"], "cannot read the prompt file nosuch.txt: No such file or directory"),
+        (["-f", "/"], "cannot read the prompt file /: Is a directory"),
     ],
 )
 def test_mistakes_show_before_a_model_is_loaded(run: Run, tmp_path: Path, args: list[str], message: str) -> None:
     code, out, err = run("generate", str(tmp_path / "absent"), "-p", "Hello", *args)
     assert (code, out) == (2, "")
+    assert err.startswith("error: ")
     assert message in err
+    assert len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "inspect"])
