@@ -67,6 +67,7 @@ def build_app(args: list[str]) -> typer.Typer:
         epilog=EPILOG,
         add_completion=False,
         pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["--help", "-h"]},
     )
     app.callback()(_global_options)
     called = args[0] if args else ""

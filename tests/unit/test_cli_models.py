@@ -292,6 +292,8 @@ def test_help_has_a_line_for_every_command_and_an_example(run: Run) -> None:
     assert "Exit codes: 0 done, 2 something to correct" in out
     assert "completion" not in out
     assert run("models", "--help")[0] == 0
+    for command in ([], ["models"], ["generate"]):
+        assert run(*command, "-h") == run(*command, "--help")
 
 
 def test_only_the_called_command_is_imported(monkeypatch: pytest.MonkeyPatch, site: Path, run: Run) -> None:
