@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from rapid_infer.engine.step_plan import SamplingFeatures, StepPlan
-from rapid_infer.errors import PluginError, RapidInferError
+from rapid_infer.errors import ConfigError, PluginError, RapidInferError
 from rapid_infer.layers.batch import ForwardBatch
 from rapid_infer.layers.embedding import LMHead
 from rapid_infer.loader.weight_map import WeightMap
@@ -20,6 +20,9 @@ from rapid_infer.registry import Entry, ModelRegistry, reason
 
 if TYPE_CHECKING:
     from rapid_infer.worker.model_runner import ModelRunner
+
+SIZES = ("vocab_size", "max_position_embeddings")
+"""What the engine reads of a config."""
 
 READ_CONFIG = "a static method read_config(hf_config) that returns a frozen dataclass"
 WEIGHT_MAP = "a WeightMap"
@@ -66,7 +69,9 @@ def _call_fault(name: str, function: Any, arguments: int, expected: str) -> Iter
 
 
 def read_config(cls: Any, checkpoint: Checkpoint) -> Any:
-    """The plugin's own configuration of a checkpoint. PluginError unless the engine can use it."""
+    """The plugin's own configuration of a checkpoint. PluginError unless the engine can use it, ConfigError for sizes
+    that no model has.
+    """
     try:
         config = cls.read_config(checkpoint.hf_config)
     except RapidInferError:
@@ -76,17 +81,21 @@ def read_config(cls: Any, checkpoint: Checkpoint) -> Any:
         raise _error(checkpoint.architecture, _who(cls, checkpoint.architecture), text) from error
     if fault := _config_fault(config):
         raise _error(checkpoint.architecture, _who(cls, checkpoint.architecture), f"read_config returned {fault}")
+    for name in SIZES:
+        if getattr(config, name) < 1:
+            file = checkpoint.path / "config.json"
+            raise ConfigError(f"{file}: got {name}={getattr(config, name)}, expected 1 or more")
     return config
 
 
 def _config_fault(config: object) -> str | None:
     if not is_dataclass(config) or isinstance(config, type):
         return f"{_describe(config)}, expected a frozen dataclass"
-    for name in ("vocab_size", "max_position_embeddings"):
+    for name in SIZES:
         value = getattr(config, name, None)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not isinstance(value, int) or isinstance(value, bool):
             got = f"{name}={value!r}" if hasattr(config, name) else f"no {name}"
-            return f"a {type(config).__name__} with {got}, expected an integer above 0"
+            return f"a {type(config).__name__} with {got}, expected an integer"
     return None
 
 

@@ -132,16 +132,25 @@ def raising(hf_config: Any) -> Any:
         (lambda hf_config: None, "read_config returned None, expected a frozen dataclass"),
         (lambda hf_config: {}, "read_config returned a value of type dict, expected a frozen dataclass"),
         (lambda hf_config: NoVocabulary, "read_config returned a value of type type, expected a frozen dataclass"),
-        (lambda hf_config: NoVocabulary(), "returned a NoVocabulary with no vocab_size, expected an integer above 0"),
+        (lambda hf_config: NoVocabulary(), "returned a NoVocabulary with no vocab_size, expected an integer"),
         (
             lambda hf_config: dataclasses.replace(Kept.read_config(hf_config), max_position_embeddings=None),
-            "returned a LlamaConfig with max_position_embeddings=None, expected an integer above 0",
+            "returned a LlamaConfig with max_position_embeddings=None, expected an integer",
         ),
         (raising, r"read_config raised AttributeError: .*no_such_field.* \(at .*:\d+\); expected a ConfigError"),
     ],
 )
 def test_a_config_that_the_engine_cannot_use(load: Any, read_config: Any, expected: str) -> None:
     assert re.search(expected, refused(load, broken(read_config=staticmethod(read_config))))
+
+
+def test_a_size_that_no_model_has_is_the_checkpoints_fault(load: Any, checkpoint: Path) -> None:
+    def read_config(hf_config: Any) -> Any:
+        return dataclasses.replace(Kept.read_config(hf_config), vocab_size=-5)
+
+    with pytest.raises(ConfigError) as caught:
+        load(broken(read_config=staticmethod(read_config)))
+    assert str(caught.value) == f"{checkpoint}/config.json: got vocab_size=-5, expected 1 or more"
 
 
 def test_what_a_plugin_refuses_by_name_stays_its_own_error(load: Any) -> None:
