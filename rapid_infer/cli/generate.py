@@ -203,16 +203,18 @@ def _run(
     start = time.perf_counter()
     for output in whole:
         engine.add_request(output.request_id, output.prompt_token_ids, params, output_kind=RequestOutputKind.DELTA)
-    while engine.has_unfinished_requests():
-        for delta in engine.step():
-            if not timing.tokens:
-                timing.first_token = time.perf_counter() - start
-            timing.tokens += _merge(whole[int(delta.request_id)], delta)
-            if show:
-                print(delta.outputs[0].text, end="", flush=True)
+    try:
+        while engine.has_unfinished_requests():
+            for delta in engine.step():
+                if not timing.tokens:
+                    timing.first_token = time.perf_counter() - start
+                timing.tokens += _merge(whole[int(delta.request_id)], delta)
+                if show:
+                    print(delta.outputs[0].text, end="", flush=True)
+    finally:
+        if show:  # after an interrupt too
+            print()
     timing.total = time.perf_counter() - start
-    if show:
-        print()
     return whole
 
 

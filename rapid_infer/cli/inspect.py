@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import typer
@@ -98,7 +98,7 @@ def examine(model: str, **kwargs: Any) -> Inspection:
         plugin=entry.origin,
         target=entry.target,
         dtype=config.model.dtype,
-        config=asdict(built.config) if is_dataclass(built.config) else vars(built.config),  # type: ignore[arg-type]
+        config=asdict(built.config),
         parameters=sum(p.numel() for p in params),
         parameter_bytes=sum(p.nbytes for p in params),
         kv_bytes_per_token=per_token,

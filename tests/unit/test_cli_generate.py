@@ -16,6 +16,7 @@ from tiny_chat import Run, make_chat_model, make_run
 
 from rapid_infer.cli.generate import MAX_TOKENS
 from rapid_infer.cli.options import sampling_params
+from rapid_infer.llm_engine import LLMEngine
 from rapid_infer.params import SamplingParams, defaults_of
 from rapid_infer.text import Tokenizer
 
@@ -221,6 +222,22 @@ def test_mistakes_show_before_a_model_is_loaded(run: Run, tmp_path: Path, args: 
     assert err.startswith("error: ")
     assert message in err
     assert len(err.splitlines()) == 1
+
+
+def test_an_interrupt_leaves_the_text_that_there_is(run: Run, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = completions(run, model, "--greedy", "--max-tokens", "9")[0]
+    step, steps = LLMEngine.step, iter(range(4))
+
+    def interrupted(self: LLMEngine) -> Any:
+        if next(steps) == 3:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(LLMEngine, "step", interrupted)
+    code, out, err = run("generate", model, "-p", "Hello", "--greedy", "--max-tokens", "9", *CPU)
+    assert (code, err) == (130, "")
+    assert out.endswith("\n")
+    assert whole["text"].startswith(out[:-1])
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "inspect"])

@@ -233,6 +233,16 @@ def test_errors_become_one_message_and_an_exit_code(
     assert run("models", "--check") == (code, "", message)
 
 
+def test_an_interrupt_while_modules_are_imported_is_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(args: list[str]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(app, "run", interrupted)
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 130
+
+
 def test_an_unexpected_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(table: object) -> None:
         raise ZeroDivisionError("ours")

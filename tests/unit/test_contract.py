@@ -14,12 +14,12 @@ import torch
 from rapid_infer_llama.model import LlamaForCausalLM
 from torch import nn
 
-from rapid_infer import LLM
+from rapid_infer import LLM, SamplingParams
 from rapid_infer.errors import ConfigError, PluginError
 from rapid_infer.plugin import WeightMap
 from rapid_infer.registry import Entry, ModelRegistry
 from rapid_infer.testing import TINY, make_checkpoint
-from rapid_infer.worker.contract import check_class
+from rapid_infer.worker.contract import check_class, check_model
 
 ENTRY = Entry("FakeForCausalLM", "fakeplug_a:Model", "plug-a", "1.0", "entry point")
 ARCHITECTURE = "LlamaForCausalLM"
@@ -221,3 +221,13 @@ def test_after_the_first_forward_nothing_is_checked_or_left_behind(load: Any, ch
         assert not runner.model._forward_hooks
         assert torch.equal(runner.table.length, torch.zeros_like(runner.table.length))
         assert llm.generate([1, 2, 3])[0].outputs[0].token_ids == other.generate([1, 2, 3])[0].outputs[0].token_ids
+
+
+def test_states_of_the_tokens_asked_for_alone_are_hidden_states_too(load: Any) -> None:
+    """As in the first step on a GPU, which has prompts of many tokens that each get one."""
+    with load(Kept) as llm:
+        model, config = llm.engine.executor.runner.model, llm.engine.executor.built.config
+        check_model(model, config, ARCHITECTURE)
+        (result,) = llm.generate([1, 2, 3], SamplingParams(max_tokens=1))
+        assert result.outputs[0].error is None
+        assert not model._forward_hooks
