@@ -49,7 +49,7 @@ class InProcessExecutor:
         self.cache_plan, max_model_len = build.plan_cache(config, groups, spare)
         build.allocate_caches(self.built.model, self.cache_plan.num_blocks, self.cache_plan.block_size, device)
         if self.memory is None:
-            try_forward(self.runner)
+            try_forward(self.runner, checkpoint.architecture)
         if config.cuda_graphs:
             self._capture(config)
         self._info = ModelInfo(

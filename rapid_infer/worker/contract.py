@@ -118,8 +118,11 @@ def check_model(model: Any, config: Any, architecture: str) -> None:
     hook = model.register_forward_hook(check)
 
 
-def try_forward(runner: ModelRunner) -> None:
-    """A forward of two tokens in the dummy row: what is wrong with it shows now, not in a user's request."""
+def try_forward(runner: ModelRunner, architecture: str) -> None:
+    """A forward of two tokens in the dummy row: what is wrong with it shows now, not in a user's request.
+
+    PluginError for what `check_model` finds, or with the cause attached.
+    """
     count = min(2, runner.max_model_len)
     none = np.zeros(0, np.int32)
     plan = StepPlan(
@@ -135,7 +138,13 @@ def try_forward(runner: ModelRunner) -> None:
         max_seq_len=count,
         num_tokens=count,
     )
-    runner.launch_forward(plan)
+    try:
+        runner.launch_forward(plan)
+    except (RapidInferError, MemoryError):
+        raise
+    except Exception as error:
+        who = _who(type(runner.model), architecture)
+        raise PluginError(f"architecture {architecture!r}: {who}: the first forward raised {reason(error)}") from error
 
 
 def _hidden_fault(hidden: object, batch: ForwardBatch, weight: Tensor) -> str | None:

@@ -215,6 +215,14 @@ def test_a_forward_that_returns_something_else(load: Any, change: Any, got: str)
     assert refused(load, returning(change)) == f"forward returned {got}, {expected}"
 
 
+def test_a_forward_that_raises_is_named_with_its_place(load: Any) -> None:
+    with pytest.raises(PluginError) as caught:
+        load(broken(forward=lambda self, batch: batch["input_ids"]))
+    assert isinstance(caught.value.__cause__, TypeError)
+    pattern = r"the first forward raised TypeError: .*not subscriptable \(at .*test_contract\.py:\d+\)$"
+    assert re.search(pattern, str(caught.value)), caught.value
+
+
 def test_after_the_first_forward_nothing_is_checked_or_left_behind(load: Any, checkpoint: Path) -> None:
     with load(Kept) as llm, LLM(str(checkpoint), device="cpu", dtype="float32", skip_tokenizer_init=True) as other:
         runner = llm.engine.executor.runner
