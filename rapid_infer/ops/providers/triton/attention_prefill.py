@@ -92,8 +92,8 @@ def _prefill_kernel(
     q_ptr, k_ptr, v_ptr, k_tiles, v_tiles, out_ptr, lse_ptr, sinks_ptr, table_ptr, plan_ptr,
     arrived_ptr, partial_ptr, stats_ptr,
     q_stride, q_head_stride, table_stride, block_stride, token_stride, head_stride, window, scale, cap,
-    GROUP: tl.constexpr, TOKENS: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, M: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TMA: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr, MIN_TILES: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -101,8 +101,9 @@ def _prefill_kernel(
     each is one.
     """
     start_next(PDL)
-    head = tl.program_id(0)
-    tile = tl.program_id(1)
+    # One axis, since others end at 65,535 programs, and a tile may be one token.
+    head = tl.program_id(0) % KV_HEADS
+    tile = tl.program_id(0) // KV_HEADS
     wait_previous(PDL)
     parts = 1
     part = 0
@@ -149,11 +150,11 @@ def _prefill_kernel(
                 if of_tile > 1:
                     acc, top, total, done = add_up(
                         acc, top, total, arrived_ptr, partial_ptr, stats_ptr, tile, part, parts, of_tile,
-                        head, tl.num_programs(0), M, DIM_PAD,
+                        head, KV_HEADS, M, DIM_PAD,
                     )  # fmt: skip
             if done:
                 out, lse = finish(acc, top, total, sinks_ptr, query_head, real, SINKS)
-                to = at * (tl.num_programs(0) * GROUP) + query_head
+                to = at * (KV_HEADS * GROUP) + query_head
                 tl.store(
                     out_ptr + to[:, None] * DIM + dim[None, :], out.to(out_ptr.dtype.element_ty),
                     mask=real[:, None] & (dim < DIM)[None, :],
@@ -205,11 +206,11 @@ def prefill(
     programs = plan.shape[0]
     if parts is not None and programs:
         programs = max(programs, parts.count)
-    _prefill_kernel[(kv_heads, programs)](
+    _prefill_kernel[(programs * kv_heads,)](
         q, k_cache, v_cache, k_tiles, v_tiles, out, lse if lse is not None else out, sinks if sinks is not None else q,
         metadata.block_table, plan, *of_parts,
         q.stride(0), q.stride(1), metadata.block_table.stride(0), *k_cache.stride()[:3], window or 0,
-        TOKENS=per_tile, M=m, TMA=config.tma, STAGES=config.stages,
+        KV_HEADS=kv_heads, TOKENS=per_tile, M=m, TMA=config.tma, STAGES=config.stages,
         PARTS=0 if parts is None else parts.count, MIN_TILES=attention_prefill_split.MIN_TILES,
         WINDOW=window is not None, SINKS=sinks is not None, LSE=lse is not None,
         num_warps=config.warps, num_stages=config.stages,

@@ -28,8 +28,9 @@ def _context_kernel(
     TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start_next(PDL)
-    block = tl.program_id(0)
-    plan_ptr += tl.program_id(1) * ENTRY
+    # One axis, since others end at 65,535 programs, and a tile may be one token.
+    block = tl.program_id(0) % HEAD_BLOCKS
+    plan_ptr += tl.program_id(0) // HEAD_BLOCKS * ENTRY
     wait_previous(PDL)
     tokens = tl.load(plan_ptr + 1)
     if tokens <= 0:
@@ -77,7 +78,7 @@ def latent_context(
     shape = latent_shape(q, cache, scale, rank, most)
     per_tile = max(most // shape.group, 1)
     plan = prefill_plan(metadata, q.shape[0], per_tile)
-    _context_kernel[(shape.head_blocks, plan.shape[0])](
+    _context_kernel[(plan.shape[0] * shape.head_blocks,)](
         q, cache, out, lse, metadata.block_table, plan,
         q.stride(0), q.stride(1), metadata.block_table.stride(0), cache.stride(0), cache.stride(1),
         HEAD_BLOCKS=shape.head_blocks, GROUP=shape.group, TOKENS=per_tile,

@@ -37,7 +37,9 @@ def _attend(
     nope, rope, v_at = tl.arange(0, NOPE_PAD), tl.arange(0, ROPE_PAD), tl.arange(0, V_PAD)
     for first in range(begin, end, TILE):
         token = first + tl.arange(0, TILE)
-        kv, shared = kv_ptr + token[:, None] * kv_stride, key_ptr + token[:, None] * key_stride
+        # 65,536 tokens of 128 heads have more keys and values than 32 bits count.
+        at = token[:, None].to(tl.int64)
+        kv, shared = kv_ptr + at * kv_stride, key_ptr + at * key_stride
         if MASKED or NOPE < NOPE_PAD or ROPE < ROPE_PAD or V < V_PAD:
             inside = (token < end)[:, None]
             k_nope = tl.load(kv + nope[None, :], mask=inside & (nope < NOPE)[None, :], other=0.0)
