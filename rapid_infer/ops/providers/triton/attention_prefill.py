@@ -138,8 +138,7 @@ def _prefill_kernel(
                 q_ptr + (at * q_stride + query_head * q_head_stride)[:, None] + dim[None, :],
                 mask=real[:, None] & (dim < DIM)[None, :], other=0.0,
             )  # fmt: skip
-            # What is beyond the last token looks from there, so that it too sees no key that is not.
-            position = first_position + tl.minimum(token, tokens - 1)
+            position = first_position + token
             acc, top, total = _attend_all(
                 q, position, k_ptr, v_ptr, k_tiles, v_tiles, head, table, first_position, begin, stop, end, keys,
                 block_stride, token_stride, head_stride, window, scale, cap,
