@@ -12,9 +12,9 @@ from rapid_infer.ops.registry import Case, op
 
 
 def _inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
-    top_k = torch.tensor([0, 1, 7, 2**31 - 1, 0, 40, 0, 12, 0], dtype=torch.int32, device=device)
-    top_p = torch.tensor([1.0, 1.0, 1.0, 0.9, 0.5, 0.7, 1.0, 0.8, 1e-9], device=device)
-    min_p = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.05, 0.01, 0.0], device=device)
+    top_k = torch.tensor([0, 1, 7, 2**31 - 1, 0, 40, 0, 12, 0, 0], dtype=torch.int32, device=device)
+    top_p = torch.tensor([1.0, 1.0, 1.0, 0.9, 0.5, 0.7, 1.0, 0.8, 1e-9, 0.0], device=device)
+    min_p = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.05, 0.01, 0.0, 0.0], device=device)
     for vocab, scale in ((64, 1.0), (3001, 3.0)):
         # As a head of this dtype gives them: in 16 bits many are equal.
         logits = (torch.randn(len(top_k), vocab, device=device) * scale).to(dtype).float()

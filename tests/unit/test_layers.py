@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rapid_infer.errors import ConfigError
+from rapid_infer.layers.batch import ForwardBatch
 from rapid_infer.layers.context import BuildContext
 from rapid_infer.layers.embedding import LMHead, VocabEmbedding
 from rapid_infer.layers.linear import (
@@ -21,6 +22,7 @@ from rapid_infer.layers.linear import (
 from rapid_infer.layers.mlp import GatedMLP
 from rapid_infer.layers.norm import RMSNorm
 from rapid_infer.layers.parameter import Part, placement_of
+from rapid_infer.layers.stack import LayerStack
 from rapid_infer.ops import OpResolver
 from rapid_infer.parallel import ParallelState
 from rapid_infer.quant import ParamSpec, PlainMethod, PlainScheme
@@ -242,11 +244,41 @@ def test_head_options() -> None:
     torch.testing.assert_close(value, head.logits(h).amax(dim=1))
 
 
+@pytest.mark.parametrize("score", [torch.inf, torch.nan])
+def test_a_soft_cap_does_not_make_a_number_of_what_is_none(score: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Providers may say infinity where a row has NaN."""
+    head = LMHead(contexts(1)[0], 11, 6, soft_cap=3.0)
+    head.weight.data.normal_()
+    found = torch.tensor([score, 1.0])
+    monkeypatch.setattr(head._best, "fn", lambda hidden, weight: (found, torch.tensor([4, 5])))
+    value, token = head.argmax(torch.zeros(2, 6))
+    assert value.isfinite().tolist() == [False, True]
+    assert token.tolist() == [4, 5]
+    torch.testing.assert_close(value[1], 3 * torch.tanh(found[1] / 3))
+
+
 def test_logits_are_fp32_whatever_the_model_is() -> None:
     ctx = BuildContext(torch.bfloat16, OPS, 64)
     head = LMHead(ctx, 11, 6)
     head.weight.data.zero_()
     assert head.logits(torch.zeros(2, 6, dtype=torch.bfloat16)).dtype is torch.float32
+
+
+class Narrowing(nn.Module):
+    """A layer that does as much as the stack asks of each: it may leave tokens out."""
+
+    def forward(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        return batch.narrow(hidden + 1), None
+
+
+@pytest.mark.parametrize("wanted", [None, [2], [2, 0], [2, 0, 0], [1, 1, 1, 2]])
+def test_a_stack_gives_the_states_that_are_asked_for(wanted: list[int] | None) -> None:
+    """Each once, also where as many are asked for as there are tokens: the graph of a mixed step pads what it asks."""
+    token, indices = torch.arange(3), None if wanted is None else torch.tensor(wanted)
+    batch = ForwardBatch(token, token, [], logits_indices=indices)
+    hidden, _ = LayerStack({n: Narrowing() for n in range(2)})(token[:, None].float(), batch)
+    expected = token if indices is None else indices
+    assert torch.equal(batch.sampled(hidden), expected[:, None] + 2.0)
 
 
 def test_the_residual_stream_starts_with_the_first_input() -> None:

@@ -130,6 +130,14 @@ def test_padding_tokens_get_no_expert() -> None:
     torch.testing.assert_close(padded[[0, 2]], full[[0, 2]])
 
 
+@pytest.mark.parametrize("kept", [[2], [0, 3], [2, 2, 3]])
+def test_the_last_layer_knows_which_of_the_tokens_it_kept_are_padding(kept: list[int]) -> None:
+    layer, x = build(Weights.make(), ROUTER, ParallelState()), torch.randn(4, HIDDEN)
+    live, index = torch.tensor([7, 0, 1, 0], dtype=torch.int32), torch.tensor(kept)
+    narrowed = replace(batch(4, live), logits_indices=index, kept=index)
+    torch.testing.assert_close(layer(x[index], narrowed), layer(x, batch(4, live))[index])
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_ranks_with_experts_of_their_own_add_up(fused: bool) -> None:
     """What expert parallelism will do: each rank holds some experts and a table that says where."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from rapid_infer.errors import ConfigError, PluginError
 from rapid_infer.ops import OPS, Op, OpFacts, OpResolver, load_providers, register
 from rapid_infer.ops import registry as ops_registry
+from rapid_infer.ops.paged_attention import make_metadata
 from rapid_infer.ops.registry import REFERENCE, Case, op
 
 load_providers()
@@ -78,6 +79,38 @@ def test_arguments_are_mutated_only_where_the_op_says_so(name: str) -> None:
         tensors = {key: value for key, value in args.items() if isinstance(value, Tensor)}
         changed = {k for k, v in tensors.items() if not torch.equal(v.nan_to_num(), case.kwargs[k].nan_to_num())}
         assert changed == set(defined.mutates)
+
+
+@pytest.mark.parametrize(
+    ("name", "provider"),
+    [(name, p) for name in ("paged_attention", "latent_decode", "latent_context") for p in OPS[name].providers],
+)
+def test_what_no_row_has_written_does_not_matter(name: str, provider: str) -> None:
+    """In slots past each row's last key, where other rows of the step have some, and in blocks that nobody has."""
+    torch.manual_seed(0)
+    defined = OPS[name]
+    if why_not := defined.providers[provider].supports(OpFacts.of("cpu", torch.float32, head_dim=16, block_size=4)):
+        pytest.skip("; ".join(why_not))
+    seq_lens = [5, 7, 33, 40, 9, 22]
+    case = next(case for case in defined.inputs(torch.float32, "cpu") if len(case.kwargs["metadata"].rows) > 2)
+    metadata, blocks = make_metadata(seq_lens, [1, 1, 1, 1, 4, 3], 4, "cpu")
+    unwritten = torch.ones(blocks, 4, dtype=torch.bool)
+    for row, n in enumerate(seq_lens):
+        key = torch.arange(n)
+        unwritten[metadata.block_table[row, key // 4].long(), key % 4] = False
+    tokens, results = len(metadata.slots), []
+    caches = [key for key in case.kwargs if key.endswith("cache")]
+    args = {key: torch.randn(tokens, *case.kwargs[key].shape[1:]) for key in ("q", "out", "lse") if key in case.kwargs}
+    args |= {key: torch.randn(blocks, 4, *case.kwargs[key].shape[2:]) for key in caches}
+    for poison in (0.0, torch.nan):
+        given = {**case.kwargs, **{key: value.clone() for key, value in args.items()}, "metadata": metadata}
+        metadata.plans.clear()
+        for key in caches:
+            given[key][unwritten] = poison
+        returned = defined.providers[provider].fn(**given)
+        results.append([given[key] for key in defined.mutates] if returned is None else [returned])
+    assert not any(result.isnan().any() for result in results[1])
+    torch.testing.assert_close(*results)
 
 
 def nothing(facts: OpFacts) -> Sequence[str]:

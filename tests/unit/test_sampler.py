@@ -106,6 +106,18 @@ def test_greedy_rows_are_exact_beside_sampled_ones() -> None:
     assert torch.equal(plain, logits.argmax(-1))
 
 
+def test_logits_of_greedy_rows_are_not_rescaled_beside_sampled_ones() -> None:
+    """Any factor but 1 makes some neighbouring numbers one, or infinite."""
+    torch.manual_seed(0)
+    best = torch.cat((1 + torch.rand(60), torch.full((4,), 3e38)))
+    logits = torch.stack((best.nextafter(torch.zeros(())), best), dim=1)
+    mixed = state(64, temperature=0.7, top_k=2, top_p=0.9)
+    mixed.temperature[1:] = 0
+    tokens, failed = sample(logits, mixed, torch.arange(64), TRUNCATED)
+    assert not failed.any()
+    assert (tokens[1:] == 1).all()
+
+
 def test_a_rows_token_does_not_depend_on_its_neighbours() -> None:
     torch.manual_seed(0)
     logits, position = torch.randn(8, 50), torch.arange(8)
@@ -145,6 +157,8 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it_and_at_least_one() -> None
         [0], [0], [0, 1], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3],
     ]  # fmt: skip
     assert kept([2.0, 2.0, 2.0, 2.0], top_p=0.3) == [0, 1]
+    # Above zero, but not in fp32.
+    assert kept(logits, top_p=1e-50) == [0]
 
 
 def test_top_p_counts_what_top_k_left() -> None:
