@@ -22,8 +22,8 @@ class GraphRecorder:
     ) -> tuple[torch.cuda.CUDAGraph, T]:
         """A graph of what `run` launches, and what it returned. RuntimeError, naming `what`, when that fails.
 
-        `warm_up`, or `run` itself, is executed first: kernels are compiled and workspaces allocated there; during a
-        recording neither is allowed.
+        `warm_up`, or `run` itself, is executed first and waited for: kernels are compiled and workspaces allocated
+        there; during a recording neither is allowed.
         """
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream()
@@ -31,6 +31,7 @@ class GraphRecorder:
         try:
             with torch.cuda.stream(self._stream):
                 (warm_up or run)()
+                self._stream.synchronize()
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     result = run()

@@ -64,7 +64,15 @@ class GraphRunner:
     """Records and replays. `replays` counts launches by graph kind; `recorded` graphs by kind."""
 
     def __init__(
-        self, model: Any, table: RequestTable, mailbox: Mailbox, ops: OpResolver, *, block_size: int, max_model_len: int
+        self,
+        model: Any,
+        table: RequestTable,
+        mailbox: Mailbox,
+        ops: OpResolver,
+        recorder: GraphRecorder,
+        *,
+        block_size: int,
+        max_model_len: int,
     ) -> None:
         self.model, self.table, self.mailbox = model, table, mailbox
         self.block_size, self.max_model_len = block_size, max_model_len
@@ -83,7 +91,7 @@ class GraphRunner:
         self._mixed_sampled: _Sampled | None = None
         self._forward: dict[tuple[str, int], tuple[torch.cuda.CUDAGraph, _Sampled]] = {}
         self._finish: dict[Any, tuple[torch.cuda.CUDAGraph, Logprobs | None]] = {}
-        self._recorder = GraphRecorder(device)
+        self._recorder = recorder
         self._started = False
 
     @property
@@ -235,13 +243,9 @@ class GraphRunner:
         self._forward[DECODE, size] = graph, _Sampled(hidden, self._rows[:size], lengths)
 
     def _capture_mixed(self, kind: str, size: int) -> tuple[torch.cuda.CUDAGraph, _Sampled]:
-        def warm_up() -> None:
-            self.run_mixed(kind, size)
-            # The real letter must not take the place of the empty one before that has been read.
-            torch.cuda.current_stream().synchronize()
-
+        # Warming up reads the next letter, and is waited for before the real one takes this one's place.
         self.mailbox.clear_next()
-        recorded = self._recorder.record(f"forward of {size} tokens", lambda: self.run_mixed(kind, size), warm_up)
+        recorded = self._recorder.record(f"forward of {size} tokens", lambda: self.run_mixed(kind, size))
         self._forward[kind, size] = recorded
         if self._started:
             torch.cuda.empty_cache()

@@ -14,6 +14,7 @@ from rapid_infer.ops.registry import OpResolver
 from rapid_infer.ops.step_inputs import Letter
 from rapid_infer.profiling import span
 from rapid_infer.worker.eager_step import EagerStep, Hidden, StepInputs
+from rapid_infer.worker.graph_recorder import GraphRecorder
 from rapid_infer.worker.graph_runner import GraphRunner
 from rapid_infer.worker.logprobs import Logprobs
 from rapid_infer.worker.mailbox import Mailbox
@@ -76,17 +77,23 @@ class ModelRunner:
         self._launched = 0
         self._unfinished = False
 
-    def capture(self, max_tokens: int) -> None:
+    def capture(self, max_tokens: int, recorder: GraphRecorder | None = None) -> None:
         """Record the decode graphs; mixed steps of up to `max_tokens` are recorded as they come.
 
-        The caches must be bound and stay where they are.
+        The caches must be bound and stay where they are. `recorder`: a new one of this device unless given.
         """
         rows, groups = self.table.dummy, len(self.table.block_tables)
         updates = UPDATES_PER_ROW * rows + max_tokens // self.block_size
         layout = Letter(rows, updates * groups, max_tokens)
         mailbox = Mailbox(self.device, layout, slots=self._slots, table_shape=self.table.block_tables.shape)
         graphs = GraphRunner(
-            self.model, self.table, mailbox, self.ops, block_size=self.block_size, max_model_len=self.max_model_len
+            self.model,
+            self.table,
+            mailbox,
+            self.ops,
+            recorder or GraphRecorder(self.device),
+            block_size=self.block_size,
+            max_model_len=self.max_model_len,
         )
         graphs.capture()
         self.graphs = graphs
