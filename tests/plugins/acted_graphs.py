@@ -1,0 +1,87 @@
+"""CUDA graphs acted out on a CPU: what a run launches is noted, and launched again on the same tensors.
+
+As a real one does, a graph keeps to the tensors and numbers it was recorded with, recording executes nothing, and
+reading a value on the host while recording is an error.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from rapid_infer.ops.registry import OPS, BoundOp
+
+T = TypeVar("T")
+READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+
+
+class ActedGraph:
+    def __init__(self) -> None:
+        self.launches: list[tuple[Callable[..., Any], Sequence[Any], dict[str, Any], Any]] = []
+
+    def replay(self) -> None:
+        for fn, args, kwargs, recorded in self.launches:
+            for old, new in zip(tree_leaves(recorded), tree_leaves(fn(*args, **kwargs)), strict=True):
+                if isinstance(old, Tensor) and old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
+                    old.copy_(new)
+
+
+class _Recording(TorchDispatchMode):
+    """Notes operators of torch one by one, and an operator of ours as one; `before` is what they have overwritten."""
+
+    def __init__(self, graph: ActedGraph) -> None:
+        super().__init__()
+        self.graph = graph
+        self.before: list[tuple[Tensor, Tensor]] = []
+
+    def note(self, fn: Callable[..., T], args: Sequence[Any], kwargs: dict[str, Any], written: list[Any]) -> T:
+        self.before += [(tensor, tensor.clone()) for tensor in written if isinstance(tensor, Tensor)]
+        result = fn(*args, **kwargs)
+        self.graph.launches.append((fn, args, kwargs, result))
+        return result
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READS:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
+        kwargs = kwargs or {}
+        given = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
+        writes = (a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+        return self.note(func, args, kwargs, [given.get(name) for name in writes])
+
+    @contextmanager
+    def ops_as_one(self) -> Iterator[None]:
+        launch = BoundOp.__call__
+
+        def call(bound: BoundOp, *args: Any, **kwargs: Any) -> Any:
+            op = OPS[bound.op]
+            given = inspect.signature(op.reference).bind(*args, **kwargs).arguments
+            with _disable_current_modes():
+                return self.note(bound.fn, args, kwargs, [given[name] for name in op.mutates])
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(BoundOp, "__call__", call)
+            yield
+        assert BoundOp.__call__ is launch
+
+
+class ActingRecorder:
+    """In place of GraphRecorder."""
+
+    def record(
+        self, what: str, run: Callable[[], T], warm_up: Callable[[], object] | None = None
+    ) -> tuple[ActedGraph, T]:
+        (warm_up or run)()
+        recording = _Recording(ActedGraph())
+        with recording.ops_as_one(), recording:
+            result = run()
+        for tensor, value in reversed(recording.before):
+            tensor.copy_(value)
+        return recording.graph, result

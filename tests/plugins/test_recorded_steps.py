@@ -1,0 +1,152 @@
+"""Steps by graphs, acted out on a CPU over the reference operators: the tokens of the same steps launched eagerly."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rapid_infer import LLM, SamplingParams
+from rapid_infer.ops import OPS, load_providers
+from rapid_infer.outputs import RequestOutput
+from rapid_infer.worker import model_runner
+
+sys.path.insert(0, str(Path(__file__).parent))
+from acted_graphs import ActingRecorder
+
+VOCAB = 97
+OPTIONS: dict[str, Any] = {"block_size": 4, "max_model_len": 96, "max_num_seqs": 4}
+
+Pair = Callable[..., tuple[LLM, LLM]]
+
+
+@pytest.fixture
+def pair(open_llm) -> Pair:
+    """An eager engine, and one with graphs."""
+    load_providers()
+
+    def open_both(model: Any, budget: int = 16, **options: Any) -> tuple[LLM, LLM]:
+        options = {**OPTIONS, "op_priority": {name: ["torch"] for name in OPS}, **options}
+        eager, recorded = (open_llm(model, max_num_batched_tokens=budget, **options) for _ in range(2))
+        runner_of(recorded).capture(budget, ActingRecorder())
+        return eager, recorded
+
+    return open_both
+
+
+def runner_of(llm: LLM) -> Any:
+    return llm.engine.executor.runner
+
+
+def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
+    numbers = random.Random(seed)
+    return [[numbers.randrange(VOCAB) for _ in range(length)] for length in lengths]
+
+
+def answers(outputs: list[RequestOutput]) -> list[Any]:
+    for output in outputs:
+        assert output.outputs[0].error is None, output.outputs[0].error
+    return [(output.outputs[0].token_ids, output.outputs[0].finish_reason) for output in outputs]
+
+
+def check(pair: tuple[LLM, LLM], batch: list[list[int]], params: list[SamplingParams]) -> None:
+    eager, recorded = pair
+    before = runner_of(recorded).graphs.replays["finish"]
+    assert answers(recorded.generate(batch, params)) == answers(eager.generate(batch, params))
+    assert runner_of(recorded).graphs.replays["finish"] > before
+    assert runner_of(eager).graphs is None
+
+
+GREEDY = {"temperature": 0, "ignore_eos": True}
+SETTINGS: list[dict[str, Any]] = [
+    GREEDY,
+    {**GREEDY, "min_tokens": 9, "stop_token_ids": [5]},
+    {**GREEDY, "min_tokens": 9, "stop_token_ids": list(range(40))},
+    {**GREEDY, "logit_bias": {3: 2.0}},
+    {**GREEDY, "logit_bias": {token: token % 7 - 3.0 for token in range(30)}},
+    {**GREEDY, "repetition_penalty": 1.5, "frequency_penalty": 0.4},
+    {**GREEDY, "allowed_token_ids": list(range(0, VOCAB, 3))},
+    {"temperature": 0.9, "top_k": 30, "top_p": 0.9, "ignore_eos": True},
+    {"temperature": 0.9, "min_p": 0.05, "repetition_penalty": 1.2, "min_tokens": 5, "stop_token_ids": list(range(60))},
+]
+"""A graph that one needs may be there by then from another, whose tables were narrower, or not there."""
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_settings_one_after_another_and_side_by_side(depth: int, qwen3, pair: Pair) -> None:
+    both = pair(qwen3, queue_depth=depth)
+    params = [SamplingParams(**one, seed=n, max_tokens=12) for n, one in enumerate(SETTINGS)]
+    for one, prompt in zip(params, prompts([7] * len(params))):
+        check(both, [prompt], [one])
+    check(both, prompts([1, 5, 9, 30, 3, 17, 2, 26, 11], seed=1), params)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "windowed", "latent"])
+@pytest.mark.parametrize(("depth", "budget"), [(1, 16), (2, 16), (1, 48), (2, 48)])
+def test_rows_that_come_and_go(name: str, depth: int, budget: int, pair: Pair, request: pytest.FixtureRequest) -> None:
+    """Prompts in chunks beside answers, in fewer rows than there are, so that each slot of the ring has held all.
+
+    With the larger budget there are graphs of several sizes, recorded while rows run.
+    """
+    both = pair(request.getfixturevalue(name), budget, queue_depth=depth)
+    batch = prompts([3, 40, 1, 21, 16, 70, 8, 1, 5], seed=2)
+    params = [SamplingParams(**GREEDY, max_tokens=4 + 5 * (n % 4)) for n in range(len(batch))]
+    check(both, batch, params)
+    # All are cached but for what a block does not hold.
+    check(both, batch[::-1], params[::-1])
+
+
+def test_log_probabilities(qwen3, pair: Pair) -> None:
+    eager, recorded = pair(qwen3)
+    batch, params = prompts([5, 20, 3]), SamplingParams(**GREEDY, max_tokens=6, logprobs=3)
+    for want, got in zip(*(llm.generate(batch, params) for llm in (eager, recorded))):
+        for one, other in zip(want.outputs[0].logprobs, got.outputs[0].logprobs):
+            assert list(one) == list(other)
+            assert [value.logprob for value in other.values()] == pytest.approx(
+                [value.logprob for value in one.values()], abs=1e-4
+            )
+
+
+def test_more_block_updates_than_a_letter_has_room_for(windowed, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_runner, "UPDATES_PER_ROW", 0)
+    both = pair(windowed)
+    room = runner_of(both[1]).graphs.mailbox.layout.max_updates
+    sizes: list[int] = []
+    launch = runner_of(both[1]).launch
+
+    def noted(plan: Any) -> Any:
+        if plan.new_rows is None and plan.max_query_len > 1:
+            sizes.append(sum(len(group.rows) for group in plan.new_blocks))
+        return launch(plan)
+
+    monkeypatch.setattr(runner_of(both[1]), "launch", noted)
+    batch = prompts([4, 4, 4, 50])
+    check(both, batch, [SamplingParams(**GREEDY, max_tokens=20)] * 4)
+    assert max(sizes) > room
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_step_that_stopped_half_way_leaves_the_next_ones_as_they_are(
+    depth: int, qwen3, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eager, recorded = pair(qwen3, queue_depth=depth)
+    graphs, (prompt, *batch) = runner_of(recorded).graphs, prompts([6, 6, 21, 3], seed=3)
+    finish, calls = graphs.launch_finish, 0
+
+    def fails_once(plan: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise RuntimeError("out of luck")
+        return finish(plan)
+
+    monkeypatch.setattr(graphs, "launch_finish", fails_once)
+    greedy = SamplingParams(**GREEDY, max_tokens=12)
+    [failed] = recorded.generate([prompt], greedy)
+    assert failed.outputs[0].finish_reason == "error"
+    assert "out of luck" in (failed.outputs[0].error or "")
+    check((eager, recorded), batch, [greedy] * 3)

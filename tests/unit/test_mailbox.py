@@ -1,0 +1,94 @@
+"""A letter says what its step needs, whatever stood in its slot of the ring before."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rapid_infer.engine.step_plan import NewBlocks, SamplingFeatures, StepPlan
+from rapid_infer.ops.step_inputs import Letter, decode_inputs, mixed_inputs
+from rapid_infer.worker.mailbox import Mailbox
+
+ROWS, BLOCKS, SIZE, SLOTS = 5, 6, 4, 3
+LAYOUT = Letter(ROWS, 8, 16)
+
+
+def i32(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def make_mailbox() -> Mailbox:
+    return Mailbox(torch.device("cpu"), LAYOUT, slots=SLOTS, table_shape=(2, ROWS + 1, BLOCKS))
+
+
+def tables() -> dict[str, Tensor]:
+    return {
+        "block_tables": torch.arange(2 * (ROWS + 1) * BLOCKS, dtype=torch.int32).view(2, ROWS + 1, BLOCKS),
+        "last_token": torch.arange(10, 10 + ROWS + 1),
+        "length": torch.tensor([7, 5, 0, 11, 3, 0]),
+    }
+
+
+def decode(mailbox: Mailbox, rows: int) -> list[Tensor]:
+    """What the device makes of the newest letter, and leaves behind."""
+    kept, numbers = tables(), torch.zeros(rows, dtype=torch.int64)
+    step = torch.tensor([mailbox.sent - 1])
+    found = decode_inputs(mailbox.mail, step, **kept, rows=numbers, layout=LAYOUT, block_size=SIZE)
+    return [*found, numbers, *kept.values()]
+
+
+def mixed(mailbox: Mailbox, step: int) -> list[Tensor]:
+    kept = tables()
+    found = mixed_inputs(mailbox.mail, torch.tensor([step]), **kept, num_tokens=16, layout=LAYOUT, block_size=SIZE)
+    return [*found, *kept.values()]
+
+
+NEW = (NewBlocks(i32(3), i32(4), i32(90)), NewBlocks(i32(), i32(), i32()))
+PLAN = StepPlan(
+    step=0,
+    rows=i32(3, 1, 2),
+    query_lens=i32(1, 4, 7),
+    tokens=i32(-1, *range(50, 61)),
+    sampled=i32(0, 2),
+    new_rows=None,
+    new_blocks=NEW,
+    features=SamplingFeatures(),
+    max_query_len=7,
+    max_seq_len=12,
+    num_tokens=12,
+)
+
+
+@pytest.mark.parametrize("what", ["decode", "mixed"])
+def test_what_a_slot_has_held_does_not_matter(what: str) -> None:
+    fresh, used = make_mailbox(), make_mailbox()
+    used.mail.fill_(1)
+    found = []
+    for mailbox in (fresh, used):
+        if what == "decode":
+            assert mailbox.send_decode(i32(3, 0), 4, NEW) == 0
+            found.append(decode(mailbox, 4))
+        else:
+            assert mailbox.send_mixed(PLAN, NEW) == 0
+            found.append(mixed(mailbox, 0))
+    for want, got in zip(*found, strict=True):
+        assert torch.equal(want, got)
+    if what == "decode":
+        assert found[1][4].tolist() == [3, 0, ROWS, ROWS]
+        assert found[1][2].tolist() == [12, 8, 0, 0]
+
+
+@pytest.mark.parametrize("cleared", [False, True])
+def test_a_letter_that_asks_for_nothing_changes_nothing(cleared: bool) -> None:
+    mailbox = make_mailbox()
+    if cleared:
+        mailbox.mail.fill_(1)
+        mailbox.clear_next()
+    untouched = list(tables().values())
+    mailbox.sent = 1
+    by_rows = decode(mailbox, ROWS)
+    assert by_rows[4].tolist() == [ROWS] * ROWS
+    for kept in (by_rows, mixed(mailbox, 0)):
+        assert all(map(torch.equal, kept[-3:], untouched))
