@@ -74,7 +74,6 @@ class Attention(CachedModule):
             soft_cap=soft_cap is not None,
             sinks=sinks is not None,
             return_lse=False,
-            cuda_graphs=ctx.cuda_graphs,
         )
         self.k_cache = self.v_cache = torch.empty(0)
 

@@ -23,8 +23,7 @@ class BuildContext:
     """Parallel state, dtype, quantization, op resolver and the module's dotted `name`.
 
     `max_positions` is the longest sequence the engine will run, `block_size` the tokens of one cache block (None: not
-    known, and some attention providers must know it). `cuda_graphs`: steps are recorded. `shared` holds what all layers
-    of one model share (rope tables).
+    known, and some attention providers must know it). `shared` holds what all layers of one model share (rope tables).
     """
 
     dtype: torch.dtype
@@ -35,7 +34,6 @@ class BuildContext:
     name: str = ""
     shared: dict[Any, torch.Tensor] = field(default_factory=dict)
     block_size: int | None = None
-    cuda_graphs: bool = False
 
     def sub(self, name: str) -> BuildContext:
         """The context of the submodule stored as attribute `name`."""

@@ -44,7 +44,7 @@ def _inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
         yield Case(kwargs, {"nope_dim": nope, "rope_dim": rope, "v_dim": v})
 
 
-@op(inputs=_inputs, mutates=("out",))
+@op(inputs=_inputs, mutates=("out",), capturable=False)
 def latent_prefill(
     q_nope: Tensor,
     q_rope: Tensor,

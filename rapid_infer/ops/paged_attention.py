@@ -88,7 +88,7 @@ def _inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
                 yield Case(kwargs, {"head_dim": dim, "block_size": size, **extra})
 
 
-@op(inputs=_inputs)
+@op(inputs=_inputs, capturable=False)
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,

@@ -29,20 +29,27 @@ BUILTIN_PROVIDERS = (
 )
 
 
+NOT_CAPTURABLE = "waits for the device, which a CUDA graph cannot record: set enforce_eager=True"
+
+
 @dataclass(frozen=True)
 class OpFacts:
-    """What is known when a layer is built. `extra` holds the op's own facts (head_dim, window, ...)."""
+    """What is known when a layer is built. `extra` holds the op's own facts (head_dim, window, ...).
+
+    cuda_graphs: steps are recorded as CUDA graphs.
+    """
 
     device: str
     dtype: torch.dtype
     capability: tuple[int, int] | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    cuda_graphs: bool = False
 
     @classmethod
-    def of(cls, device: torch.device | str, dtype: torch.dtype, **extra: Any) -> OpFacts:
+    def of(cls, device: torch.device | str, dtype: torch.dtype, *, cuda_graphs: bool = False, **extra: Any) -> OpFacts:
         device = torch.device(device)
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        return cls(device.type, dtype, capability, extra)
+        return cls(device.type, dtype, capability, extra, cuda_graphs)
 
 
 Supports = Callable[[OpFacts], Sequence[str]]
@@ -52,7 +59,8 @@ Supports = Callable[[OpFacts], Sequence[str]]
 class Provider:
     """`target` is the implementation, or its "module:function", imported on first use.
 
-    `prepare` turns the op's prepared argument, a weight, into what the implementation wants to be given.
+    `prepare` turns the op's prepared argument, a weight, into what the implementation wants to be given. `capturable`:
+    a CUDA graph can record it; not if it reads values of tensors on the host, as by `item`, `tolist` or `nonzero`.
     """
 
     op: str
@@ -61,6 +69,12 @@ class Provider:
     supports: Supports
     target: Callable[..., Any] | str
     prepare: Callable[[torch.Tensor], torch.Tensor] | None = None
+    capturable: bool = True
+
+    def reasons(self, facts: OpFacts) -> list[str]:
+        """Why it cannot run; empty when it can."""
+        reasons = list(self.supports(facts))
+        return [*reasons, NOT_CAPTURABLE] if facts.cuda_graphs and not self.capturable else reasons
 
     @cached_property
     def fn(self) -> Callable[..., Any]:
@@ -107,8 +121,7 @@ class Op:
     """An operator: `reference` gives signature, meaning and the oracle of the generic test.
 
     `inputs(dtype, device)` yields test cases; `mutates` names arguments that are written in place, `prepared` a weight
-    that
-    a provider may keep in a layout of its own.
+    that a provider may keep in a layout of its own; `capturable` is the reference's, see `Provider`.
     """
 
     def __init__(
@@ -117,6 +130,7 @@ class Op:
         inputs: Callable[..., Iterator[Case]],
         mutates: tuple[str, ...] = (),
         prepared: str | None = None,
+        capturable: bool = True,
     ) -> None:
         self.name = reference.__name__
         self.reference = reference
@@ -124,7 +138,7 @@ class Op:
         self.mutates = mutates
         self.prepared = prepared
         self.providers: dict[str, Provider] = {
-            REFERENCE: Provider(self.name, REFERENCE, 0, lambda facts: (), reference)
+            REFERENCE: Provider(self.name, REFERENCE, 0, lambda facts: (), reference, capturable=capturable)
         }
         self.__doc__ = reference.__doc__
 
@@ -134,7 +148,7 @@ class Op:
     def reasons(self, facts: OpFacts) -> dict[str, Sequence[str]]:
         """Per provider, highest priority first, why it cannot run; empty when it can."""
         ordered = sorted(self.providers.values(), key=lambda p: (-p.priority, p.name))
-        return {provider.name: provider.supports(facts) for provider in ordered}
+        return {provider.name: provider.reasons(facts) for provider in ordered}
 
     def bind(self, facts: OpFacts, wanted: Sequence[str] = ()) -> BoundOp:
         """The first provider of `wanted`, else the one of highest priority, that can run.
@@ -149,19 +163,27 @@ class Op:
             if not reasons[name]:
                 return BoundOp(self.name, self.providers[name])
         listed = "; ".join(f"{name}: {', '.join(reasons[name])}" for name in wanted or reasons)
-        raise ConfigError(f"no provider of op {self.name} can run on {facts.device} in {facts.dtype}: {listed}")
+        fine = ", ".join(name for name in reasons if not reasons[name])
+        raise ConfigError(
+            f"no provider of op {self.name}{' in op_priority' if wanted else ''} can run on {facts.device} in "
+            f"{facts.dtype}: {listed}{f'; one of these can: {fine}' if fine else ''}"
+        )
 
 
 OPS: dict[str, Op] = {}
 
 
 def op(
-    *, inputs: Callable[..., Iterator[Case]], mutates: tuple[str, ...] = (), prepared: str | None = None
+    *,
+    inputs: Callable[..., Iterator[Case]],
+    mutates: tuple[str, ...] = (),
+    prepared: str | None = None,
+    capturable: bool = True,
 ) -> Callable[[Callable[..., Any]], Op]:
     """Make the decorated torch function an op. Its signature is the contract of every provider."""
 
     def define(reference: Callable[..., Any]) -> Op:
-        defined = Op(reference, inputs, mutates, prepared)
+        defined = Op(reference, inputs, mutates, prepared, capturable)
         OPS[defined.name] = defined
         return defined
 
@@ -175,14 +197,15 @@ def register(
     priority: int,
     supports: Supports,
     prepare: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    capturable: bool = True,
 ) -> Callable[[Any], Any]:
-    """Add the decorated function as a provider of op `name`.
+    """Add the decorated function as a provider of op `name`; see `Provider`.
 
     PluginError for an unknown op, a name in use or another signature.
     """
 
     def add(fn: Callable[..., Any]) -> Callable[..., Any]:
-        added = _add(Provider(name, provider, priority, supports, fn, prepare))
+        added = _add(Provider(name, provider, priority, supports, fn, prepare, capturable))
         try:
             return added.fn
         except PluginError:
@@ -192,12 +215,14 @@ def register(
     return add
 
 
-def register_lazy(name: str, provider: str, target: str, *, priority: int, supports: Supports) -> None:
+def register_lazy(
+    name: str, provider: str, target: str, *, priority: int, supports: Supports, capturable: bool = True
+) -> None:
     """Add a provider whose implementation, "module:function", is imported when a layer first binds it.
 
     PluginError for an unknown op or a name in use; for another signature when it is bound.
     """
-    _add(Provider(name, provider, priority, supports, target))
+    _add(Provider(name, provider, priority, supports, target, capturable=capturable))
 
 
 def _add(provider: Provider) -> Provider:
@@ -230,12 +255,22 @@ def load_providers() -> None:
 
 
 class OpResolver:
-    """Binds ops for one model: device, the user's priorities, and a record of what was bound."""
+    """Binds ops for one model: device, the user's priorities, and a record of what was bound.
 
-    def __init__(self, device: torch.device | str, priority: Mapping[str, Sequence[str]] | None = None) -> None:
+    `cuda_graphs`: steps are recorded, so no provider is bound that a graph cannot record.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        priority: Mapping[str, Sequence[str]] | None = None,
+        *,
+        cuda_graphs: bool = False,
+    ) -> None:
         load_providers()
         self.device = torch.device(device)
         self.priority = dict(priority or {})
+        self.cuda_graphs = cuda_graphs
         self.bound: list[BoundOp] = []
         for name in self.priority:
             if name not in OPS:
@@ -244,9 +279,15 @@ class OpResolver:
                 raise ConfigError(f"op_priority names an unknown op {name!r}{hint} Known: {', '.join(OPS)}")
 
     def bind(self, name: str, dtype: torch.dtype, **extra: Any) -> BoundOp:
-        bound = OPS[name].bind(OpFacts.of(self.device, dtype, **extra), self.priority.get(name, ()))
+        facts = OpFacts.of(self.device, dtype, cuda_graphs=self.cuda_graphs, **extra)
+        bound = OPS[name].bind(facts, self.priority.get(name, ()))
         self.bound.append(bound)
         return bound
+
+    @property
+    def pinned(self) -> list[str]:
+        """`op=provider` of what was bound by the user's priorities."""
+        return list(dict.fromkeys(f"{bound.op}={bound.provider}" for bound in self.bound if bound.op in self.priority))
 
     def counts(self) -> dict[str, int]:
         """Calls per `op=provider`, of what actually ran."""

@@ -90,7 +90,7 @@ def _decode_inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
         )
 
 
-@op(inputs=_decode_inputs, mutates=("block_tables", "rows"))
+@op(inputs=_decode_inputs, mutates=("block_tables", "rows"), capturable=False)
 def decode_inputs(
     mail: Tensor,
     step: Tensor,
@@ -166,7 +166,7 @@ def _mixed_inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
         )
 
 
-@op(inputs=_mixed_inputs, mutates=("block_tables", "length"))
+@op(inputs=_mixed_inputs, mutates=("block_tables", "length"), capturable=False)
 def mixed_inputs(
     mail: Tensor,
     step: Tensor,
@@ -238,7 +238,7 @@ def _commit(dtype: torch.dtype, device: str) -> Iterator[Case]:
         )
 
 
-@op(inputs=_commit, mutates=("last_token", "length", "results", "step"))
+@op(inputs=_commit, mutates=("last_token", "length", "results", "step"), capturable=False)
 def commit_tokens(
     rows: Tensor, tokens: Tensor, best: Tensor, last_token: Tensor, length: Tensor, results: Tensor, step: Tensor
 ) -> None:

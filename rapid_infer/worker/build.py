@@ -43,14 +43,16 @@ def build_model(cls: Any, checkpoint: Checkpoint, config: EngineConfig, device: 
     """The model with uninitialised parameters of the right dtype. `device` "meta" builds it without memory."""
     device = torch.device(device)
     model_config = cls.read_config(checkpoint.hf_config)
-    ops = OpResolver("cpu" if device.type == "meta" else device, dict(config.op_priority))
+    on_meta = device.type == "meta"
+    ops = OpResolver(
+        "cpu" if on_meta else device, dict(config.op_priority), cuda_graphs=config.cuda_graphs and not on_meta
+    )
     ctx = BuildContext(
         dtype=getattr(torch, config.model.dtype),
         ops=ops,
         max_positions=config.model.max_model_len,
         quant=select_scheme(checkpoint.quantization_config),
         block_size=config.cache.block_size,
-        cuda_graphs=config.cuda_graphs,
     )
     with torch.device(device), torch.no_grad():
         model = cls(model_config, ctx)

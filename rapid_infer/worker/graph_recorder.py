@@ -7,13 +7,19 @@ from typing import TypeVar
 
 import torch
 
+from rapid_infer.ops.registry import OpResolver
+
 T = TypeVar("T")
 
 
 class GraphRecorder:
-    """Graphs that it records must be replayed one after another: they share memory for what they do not return."""
+    """Graphs that it records must be replayed one after another: they share memory for what they do not return.
 
-    def __init__(self, device: torch.device) -> None:
+    `ops` is named in errors: what the user has pinned may be what cannot be recorded.
+    """
+
+    def __init__(self, device: torch.device, ops: OpResolver) -> None:
+        self._ops = ops
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -38,9 +44,14 @@ class GraphRecorder:
                 finally:
                     graph.capture_end()
         except Exception as error:
-            raise RuntimeError(
-                f"recording the CUDA graph for the {what} failed with {type(error).__name__}: {error}; "
-                f"enforce_eager=True runs without graphs"
-            ) from error
+            raise capture_failure(what, error, self._ops) from error
         current.wait_stream(self._stream)
         return graph, result
+
+
+def capture_failure(what: str, error: Exception, ops: OpResolver) -> RuntimeError:
+    pinned = f"; op_priority chose {', '.join(ops.pinned)}" if ops.pinned else ""
+    return RuntimeError(
+        f"recording the CUDA graph for the {what} failed with {type(error).__name__}: {error}; "
+        f"enforce_eager=True runs without graphs{pinned}"
+    )

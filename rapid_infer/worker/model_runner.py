@@ -91,7 +91,7 @@ class ModelRunner:
             self.table,
             mailbox,
             self.ops,
-            recorder or GraphRecorder(self.device),
+            recorder or GraphRecorder(self.device, self.ops),
             block_size=self.block_size,
             max_model_len=self.max_model_len,
         )

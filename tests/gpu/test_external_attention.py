@@ -47,7 +47,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 
 def usable(name: str, dtype: torch.dtype, extra: dict[str, Any]) -> Any:
     """The provider's function; skips with its reasons where it cannot run."""
-    if reasons := OP.providers[name].supports(OpFacts.of("cuda", dtype, **extra)):
+    if reasons := OP.providers[name].reasons(OpFacts.of("cuda", dtype, **extra)):
         pytest.skip("; ".join(reasons))
     return OP.providers[name].fn
 
@@ -167,7 +167,7 @@ def test_an_engine_runs_on_it(name: str, tmp_path: Path) -> None:
     """Prompts in chunks beside decoding rows: what it wrote scores as high in fp32 on the CPU."""
     from transformers import Qwen3Config
 
-    usable(name, torch.float16, {"head_dim": 64, "block_size": block_size(name), "cuda_graphs": False})
+    usable(name, torch.float16, {"head_dim": 64, "block_size": block_size(name)})
     model = str(make_checkpoint(tmp_path, Qwen3Config(**TINY, head_dim=64)))
     prompts = [[(7 * i + j) % 199 for j in range(3 + 23 * i)] for i in range(9)]
     params = SamplingParams(temperature=0, max_tokens=20, logprobs=0)

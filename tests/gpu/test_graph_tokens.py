@@ -8,7 +8,9 @@ import pytest
 import torch
 from gpu_traffic import LATENT, graphs_of, params, prompts, replays, tokens
 
-from rapid_infer import SamplingParams
+from rapid_infer import LLM, SamplingParams
+from rapid_infer.errors import ConfigError
+from rapid_infer.ops import OPS
 from rapid_infer.testing import GreedyRun
 
 pytestmark = [
@@ -69,6 +71,27 @@ def test_tokens_of_transformers(name, engine, tiny, open_llm):
     llm.reset_prefix_cache()
     for run in runs[::3]:
         assert tokens(llm.generate([run.prompt], GREEDY)) == [run.tokens]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "latent"])
+def test_references_that_say_so_can_be_recorded(name, tiny, open_llm):
+    pinned = {op: ["torch"] for op in OPS if OPS[op].providers["torch"].capturable}
+    model = tiny(*MODELS[name])
+    runs = model.runs(LENGTHS, MAX_TOKENS)
+    llm = open_llm(model, op_priority=pinned)
+    before = replays(llm)
+    assert tokens(llm.generate([run.prompt for run in runs], GREEDY)) == [run.tokens for run in runs]
+    assert replays(llm) - before >= MAX_TOKENS - 1
+    assert "rms_norm=torch" in llm.engine.executor.built.ops.pinned
+
+
+def test_a_provider_that_no_graph_records_is_refused_before_anything_is_recorded(tiny):
+    path, pinned = str(tiny(*MODELS["qwen3"]).path), {"paged_attention": ["torch"]}
+    with pytest.raises(ConfigError, match=r"paged_attention .*torch: .*enforce_eager=True; one of these can: .*triton"):
+        LLM(path, device="cuda", skip_tokenizer_init=True, op_priority=pinned)
+    with LLM(path, device="cuda", skip_tokenizer_init=True, op_priority=pinned, enforce_eager=True) as llm:
+        assert llm.engine.executor.built.ops.pinned == ["paged_attention=torch"]
+        assert len(tokens(llm.generate([[1, 2, 3]], GREEDY))[0]) > 0
 
 
 # A prompt of whole blocks and one token, cached as far as blocks go, joins with a step of one token.

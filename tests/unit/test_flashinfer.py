@@ -15,14 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rapid_infer import ModelRegistry
-from rapid_infer.config import CheckpointFacts, DeviceFacts, EngineArgs
-from rapid_infer.models import read_checkpoint
-from rapid_infer.ops import OPS, OpFacts, OpResolver, load_providers
+from rapid_infer.ops import OPS, OpFacts, load_providers
 from rapid_infer.ops.paged_attention import make_metadata
 from rapid_infer.ops.providers import installed
-from rapid_infer.testing.tiny import TINY, make_checkpoint
-from rapid_infer.worker.build import build_model
 
 load_providers()
 
@@ -30,8 +25,11 @@ OP = OPS["paged_attention"]
 FITTING = {"head_dim": 128, "block_size": 64, "window": False, "soft_cap": False, "sinks": False, "return_lse": False}
 
 
-def reasons(capability: tuple[int, int] = (9, 0), dtype: torch.dtype = torch.bfloat16, **extra: Any) -> str:
-    return "; ".join(OP.providers["flashinfer"].supports(OpFacts("cuda", dtype, capability, {**FITTING, **extra})))
+def reasons(
+    capability: tuple[int, int] = (9, 0), dtype: torch.dtype = torch.bfloat16, graphs: bool = False, **extra: Any
+) -> str:
+    facts = OpFacts("cuda", dtype, capability, {**FITTING, **extra}, graphs)
+    return "; ".join(OP.providers["flashinfer"].reasons(facts))
 
 
 def test_where_it_can_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,9 +44,7 @@ def test_where_it_can_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         installed.has.cache_clear()
         (tmp_path / "flashinfer" / "prefill.py").touch()
         assert reasons() == reasons((8, 0), torch.float16, window=True, soft_cap=True, return_lse=True) == ""
-        assert reasons(cuda_graphs=True) == (
-            "plans each step on the host, which a CUDA graph cannot record: set enforce_eager=True"
-        )
+        assert reasons(graphs=True) == "waits for the device, which a CUDA graph cannot record: set enforce_eager=True"
         assert reasons((7, 5)) == "needs SM 80 or newer, this GPU is SM 75"
         assert reasons(head_dim=96) == "takes head sizes of 64, 128, 256, not 96"
         assert reasons(dtype=torch.float32) == "takes bfloat16 and float16, not float32"
@@ -56,30 +52,6 @@ def test_where_it_can_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     finally:
         installed.folders.cache_clear()
         installed.has.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("device", "eager", "graphs"), [("cuda", False, True), ("cuda", True, False), ("cpu", False, False)]
-)
-def test_layers_say_whether_steps_are_recorded(
-    device: str, eager: bool, graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers import LlamaConfig
-
-    seen: list[Any] = []
-    bind = OpResolver.bind
-
-    def note(self: OpResolver, name: str, dtype: torch.dtype, **extra: Any) -> Any:
-        if name == "paged_attention":
-            seen.append(extra["cuda_graphs"])
-        return bind(self, name, dtype, **extra)
-
-    monkeypatch.setattr(OpResolver, "bind", note)
-    checkpoint = read_checkpoint(make_checkpoint(tmp_path, LlamaConfig(**TINY)))
-    args = EngineArgs(dtype="bfloat16", enforce_eager=eager)
-    config = args.resolve(CheckpointFacts(512, "bfloat16"), DeviceFacts(device, True, 1 << 40))
-    build_model(ModelRegistry.resolve(checkpoint.architecture), checkpoint, config, "meta")
-    assert seen == [graphs] * TINY["num_hidden_layers"]
 
 
 class Wrapper:

@@ -159,7 +159,8 @@ def test_when_no_wanted_provider_can_run_all_reasons_are_listed(double: Op) -> N
     with pytest.raises(ConfigError) as error:
         double.bind(FACTS, ["picky"])
     assert str(error.value) == (
-        "no provider of op made_up_double can run on cpu in torch.float32: picky: needs SM 90, needs a library"
+        "no provider of op made_up_double in op_priority can run on cpu in torch.float32: "
+        "picky: needs SM 90, needs a library; one of these can: fast, torch"
     )
     del double.providers[REFERENCE], double.providers["fast"]
     register("made_up_double", "other", priority=1, supports=lambda facts: ["wrong day"])(lambda x: x)

@@ -12,4 +12,6 @@ register_lazy(
     "rapid_infer.ops.providers.flashinfer.attention:paged_attention",
     priority=2,
     supports=facts.cannot_run,
+    # It plans each step on the host.
+    capturable=False,
 )

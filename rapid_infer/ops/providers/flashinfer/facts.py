@@ -19,6 +19,4 @@ def cannot_run(facts: OpFacts) -> list[str]:
         reasons.append(f"takes head sizes of {', '.join(map(str, HEAD_DIMS))}, not {dim}")
     if facts.extra.get("sinks"):
         reasons.append("has no sinks")
-    if facts.extra.get("cuda_graphs"):
-        reasons.append("plans each step on the host, which a CUDA graph cannot record: set enforce_eager=True")
     return reasons

@@ -1,0 +1,151 @@
+"""What a CUDA graph cannot record is not bound where steps are recorded; a recording that fails says what it was."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+
+from rapid_infer.config import CheckpointFacts, DeviceFacts, EngineArgs
+from rapid_infer.errors import ConfigError
+from rapid_infer.layers.context import BuildContext
+from rapid_infer.ops import OPS, OpResolver, load_providers
+from rapid_infer.worker.build import build_model
+from rapid_infer.worker.graph_recorder import GraphRecorder
+
+load_providers()
+
+REASON = "waits for the device, which a CUDA graph cannot record: set enforce_eager=True"
+
+
+def without_values(value: Any, mode: FakeTensorMode) -> Any:
+    """As the host sees what lies on a device: shapes and dtypes."""
+    if isinstance(value, Tensor):
+        return mode.from_tensor(value)
+    if dataclasses.is_dataclass(value):
+        tensors = {name: each for name, each in vars(value).items() if isinstance(each, Tensor)}
+        return dataclasses.replace(value, **{name: mode.from_tensor(each) for name, each in tensors.items()})
+    return value
+
+
+@pytest.mark.parametrize(("name", "provider"), [*((name, "torch") for name in OPS), ("fused_experts", "grouped_mm")])
+def test_providers_say_whether_they_read_values_on_the_host(name: str, provider: str) -> None:
+    found = True
+    for case in OPS[name].inputs(torch.bfloat16, "cpu"):
+        with FakeTensorMode() as mode:
+            try:
+                OPS[name].providers[provider].fn(**{key: without_values(v, mode) for key, v in case.kwargs.items()})
+            except (DataDependentOutputException, DynamicOutputShapeException):
+                found = False
+    assert OPS[name].providers[provider].capturable == found
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+
+LAYER = {"head_dim": 128, "block_size": 64}
+
+
+def test_what_a_graph_cannot_record_is_not_bound(cuda: None) -> None:
+    pytest.importorskip("triton")
+    with pytest.raises(ConfigError) as error:
+        OpResolver("cuda", {"paged_attention": ["torch"]}, cuda_graphs=True).bind(
+            "paged_attention", torch.bfloat16, **LAYER
+        )
+    assert str(error.value) == (
+        "no provider of op paged_attention in op_priority can run on cuda in torch.bfloat16: "
+        f"torch: {REASON}; one of these can: triton"
+    )
+    for wanted, graphs, bound in ((["torch"], False, "torch"), (["torch", "triton"], True, "triton")):
+        ops = OpResolver("cuda", {"paged_attention": wanted}, cuda_graphs=graphs)
+        assert ops.bind("paged_attention", torch.bfloat16, **LAYER).provider == bound
+    # Its reference reads nothing on the host.
+    ops = OpResolver("cuda", {"rms_norm": ["torch"]}, cuda_graphs=True)
+    assert [ops.bind("rms_norm", torch.bfloat16).provider, ops.pinned] == ["torch", ["rms_norm=torch"]]
+
+
+class Model(nn.Module):
+    """Without parameters."""
+
+    def __init__(self, config: Any, ctx: BuildContext) -> None:
+        super().__init__()
+        self.found = ctx.ops.cuda_graphs
+
+    @staticmethod
+    def read_config(hf_config: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("device", "eager", "at", "graphs"),
+    [
+        ("cuda", False, "cuda", True),
+        ("cuda", True, "cuda", False),
+        ("cuda", False, "meta", False),
+        ("cpu", False, "cpu", False),
+    ],
+)
+def test_a_model_is_built_with_what_a_graph_can_record_where_steps_are_recorded(
+    device: str, eager: bool, at: str, graphs: bool
+) -> None:
+    args = EngineArgs(dtype="bfloat16", enforce_eager=eager)
+    config = args.resolve(CheckpointFacts(512, "bfloat16"), DeviceFacts(device, True, 1 << 40))
+    checkpoint: Any = SimpleNamespace(hf_config=None, quantization_config=None)
+    assert build_model(Model, checkpoint, config, at).model.found == graphs
+
+
+class Stream:
+    """Notes what it is asked for."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        self.log.append("wait")
+
+
+def test_a_recording_that_fails_says_what_it_was_and_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    class Graph:
+        def capture_begin(self, **options: Any) -> None:
+            log.append("begin")
+
+        def capture_end(self) -> None:
+            log.append("end")
+
+    for name, value in {
+        "Stream": lambda device: Stream(log),
+        "current_stream": lambda: Stream(log),
+        "stream": lambda stream: nullcontext(),
+        "graph_pool_handle": lambda: (0, 0),
+        "CUDAGraph": Graph,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    ops = OpResolver("cpu", {"rms_norm": ["torch"], "linear": ["torch"]})
+    for name in ("rms_norm", "embedding", "rms_norm"):
+        ops.bind(name, torch.float32)
+
+    def run() -> None:
+        if "begin" in log:
+            raise ValueError("not now")
+        log.append("run")
+
+    with pytest.raises(RuntimeError) as error:
+        GraphRecorder(torch.device("cpu"), ops).record("forward of 64 tokens", run)
+    assert str(error.value) == (
+        "recording the CUDA graph for the forward of 64 tokens failed with ValueError: not now; "
+        "enforce_eager=True runs without graphs; op_priority chose rms_norm=torch"
+    )
+    assert log == ["run", "wait", "begin", "end"]
