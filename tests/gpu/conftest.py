@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,9 @@ import torch
 
 from rapid_infer import LLM
 from rapid_infer.testing import TINY, GreedyRun, Oracle, make_checkpoint
+
+sys.path.insert(0, str(Path(__file__).parent))
+from gpu_lock import hold
 
 Tiny = Callable[..., "TinyModel"]
 OpenLLM = Callable[..., LLM]
@@ -59,6 +63,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return make
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Files marked `device_alone` measure memory, so they wait for the tests of other processes, and those for them."""
+    with hold(alone=request.node.get_closest_marker("device_alone") is not None):
+        yield
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture(scope="module")
 def _opened() -> Iterator[dict[str, LLM]]:
     opened: dict[str, LLM] = {}
@@ -66,8 +79,6 @@ def _opened() -> Iterator[dict[str, LLM]]:
     for llm in opened.values():
         llm.close()
     opened.clear()
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 @pytest.fixture

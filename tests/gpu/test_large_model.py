@@ -17,6 +17,7 @@ from rapid_infer.errors import ConfigError
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.device_alone,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
@@ -37,6 +38,8 @@ CONFIG: dict[str, Any] = {
 GAIN = 0.5
 """Of the random matrices: with it transformers in bf16 is about 1 % from transformers in fp32."""
 UTILIZATION = 0.1
+LEAST, BESIDE = 6 * GIB, 8 * GIB
+"""For an engine with the model, and for transformers beside it, in bf16 and in fp32."""
 TOLERANCE = 2e-2
 CLEAR = 0.16
 """A gap between the two best logits that rounding does not close, relative to the spread of all logits."""
@@ -47,6 +50,12 @@ def path(tmp_path_factory) -> Path:
     """Made on the GPU: on one CPU thread it would take a minute."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
+    free, total = torch.cuda.mem_get_info()
+    if free < UTILIZATION * total + BESIDE or UTILIZATION * total < LEAST:
+        pytest.skip(
+            f"{free / GIB:.0f} of {total / GIB:.0f} GiB are free; expected {UTILIZATION:.0%}, which must be "
+            f"{LEAST / GIB:.0f} GiB, and {BESIDE / GIB:.0f} GiB more: use a larger GPU, or end what else runs on it"
+        )
     path = tmp_path_factory.mktemp("large")
     torch.manual_seed(0)
     with torch.device("cuda"):
