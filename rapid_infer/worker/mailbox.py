@@ -6,13 +6,18 @@ read and wrote it has been collected: `slots` must exceed the number of steps in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from rapid_infer.engine.step_plan import I32, NewBlocks, StepPlan
+from rapid_infer.errors import ConfigError
 from rapid_infer.ops.step_inputs import Letter
+
+MOST_ENTRIES = 2**31 - 1
+"""Of all block tables together: a letter has 32 bits for an index."""
 
 
 class Mailbox:
@@ -22,13 +27,19 @@ class Mailbox:
 
     def __init__(self, device: torch.device, layout: Letter, *, slots: int, table_shape: Sequence[int]) -> None:
         """`table_shape`: that of the block tables, `[groups, table_rows, max_blocks]`; the last row is padding."""
+        groups, self._table_rows, self._max_blocks = table_shape
+        if math.prod(table_shape) > MOST_ENTRIES:
+            raise ConfigError(
+                f"block tables of {groups} x {self._table_rows} x {self._max_blocks} blocks have more entries than the "
+                f"{MOST_ENTRIES} that a recorded step can number: lower max_num_seqs or max_model_len, raise "
+                "block_size, or set enforce_eager=True"
+            )
         pinned = device.type == "cuda"
         self.layout = layout
         self.mail = torch.zeros(slots, layout.words, dtype=torch.int32, pin_memory=pinned)
         self.results = torch.zeros(slots, layout.max_rows, dtype=torch.int32, pin_memory=pinned)
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
         self.sent = 0
-        _, self._table_rows, self._max_blocks = table_shape
         self._mail, self._results = self.mail.numpy(), self.results.numpy()
         for letter in self._mail:
             self._clear(letter)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rapid_infer.engine.step_plan import NewBlocks, SamplingFeatures, StepPlan
+from rapid_infer.errors import ConfigError
 from rapid_infer.ops.step_inputs import Letter, decode_inputs, mixed_inputs
 from rapid_infer.worker.mailbox import Mailbox
 
@@ -78,6 +79,13 @@ def test_what_a_slot_has_held_does_not_matter(what: str) -> None:
     if what == "decode":
         assert found[1][4].tolist() == [3, 0, ROWS, ROWS]
         assert found[1][2].tolist() == [12, 8, 0, 0]
+
+
+def test_tables_with_more_entries_than_a_letter_can_number_are_refused() -> None:
+    shape = (4, 1025, 10_000_000 // 16)
+    with pytest.raises(ConfigError, match=r"4 x 1025 x 625000 blocks .* lower max_num_seqs or max_model_len"):
+        Mailbox(torch.device("cpu"), LAYOUT, slots=SLOTS, table_shape=shape)
+    Mailbox(torch.device("cpu"), LAYOUT, slots=SLOTS, table_shape=(3, *shape[1:]))
 
 
 @pytest.mark.parametrize("cleared", [False, True])
