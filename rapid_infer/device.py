@@ -3,9 +3,45 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
 
 from rapid_infer.config import DeviceFacts
 from rapid_infer.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """What providers choose and compile kernels by."""
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+
+
+_assumed: list[GpuFacts] = []
+
+
+def assume_gpu(facts: GpuFacts) -> None:
+    """From here on tensors on "meta" stand for tensors on such a GPU, which this process need not have."""
+    _assumed[:] = [facts]
+
+
+@cache
+def gpu_facts(device: torch.device) -> GpuFacts | None:
+    """Facts of a CUDA device, on "meta" those of `assume_gpu`; None where it is no GPU."""
+    import torch
+
+    if device.type == "meta":
+        return _assumed[0] if _assumed else None
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_properties(device)
+    return GpuFacts(found.name, (found.major, found.minor), found.multi_processor_count)
 
 
 def probe(device: str = "auto") -> DeviceFacts:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rapid_infer.config import CheckpointFacts, EngineArgs, EngineConfig
@@ -18,6 +19,7 @@ from rapid_infer.params import SamplingParams, defaults_of
 from rapid_infer.profiling import span, traced
 from rapid_infer.registry import Entry, ModelRegistry
 from rapid_infer.text import Tokenizer
+from rapid_infer.worker.kernel_compiler import KernelCompiler
 
 logger = logging.getLogger(__name__)
 
@@ -126,17 +128,36 @@ def configure(checkpoint: Checkpoint, entry: Entry, args: EngineArgs) -> tuple[A
 
 def build_core(checkpoint: Checkpoint, entry: Entry, args: EngineArgs) -> tuple[EngineCore, EngineConfig]:
     """A loaded model in this process, with the engine that drives it."""
-    from rapid_infer.executors import InProcessExecutor
+    compiler = KernelCompiler(checkpoint.path, entry, args)
+    compiler.begin()
+    with _all_kept():
+        try:
+            model_class, config = configure(checkpoint, entry, args)
+            for note in config.notes:
+                logger.info("%s", note)
+            with span("llm_engine.import_worker"):
+                from rapid_infer.executors import InProcessExecutor
+            core = EngineCore(config, InProcessExecutor(model_class, checkpoint, config, compiler))
+        finally:
+            compiler.stop()
+    return core, config
 
-    model_class, config = configure(checkpoint, entry, args)
-    for note in config.notes:
-        logger.info("%s", note)
-    core = EngineCore(config, InProcessExecutor(model_class, checkpoint, config))
-    # What exists now stays: without this, every few hundred steps the garbage collector walks over all of it, which
-    # costs 3 % of a small model's time.
+
+@contextmanager
+def _all_kept() -> Iterator[None]:
+    """What is made inside stays for good: keep the garbage collector from walking over it again and again.
+
+    That is a tenth of a start, and would be 3 % of a small model's time afterwards.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
     gc.collect()
     gc.freeze()
-    return core, config
 
 
 def engine_facts(core: EngineCore, config: EngineConfig, checkpoint: Checkpoint) -> EngineFacts:

@@ -10,13 +10,14 @@ import torch
 
 from rapid_infer.cache.budget import GIB
 from rapid_infer.config import EngineConfig
-from rapid_infer.device import set_num_threads
+from rapid_infer.device import gpu_facts, set_num_threads
 from rapid_infer.engine.executor import ModelInfo
 from rapid_infer.engine.step_plan import RowMasks, StepPlan, StepResult
 from rapid_infer.models.checkpoint import Checkpoint
 from rapid_infer.profiling import traced
 from rapid_infer.worker import build
 from rapid_infer.worker.contract import try_forward
+from rapid_infer.worker.kernel_compiler import KernelCompiler, terminal_count
 from rapid_infer.worker.memory import MemoryProfile, measure
 from rapid_infer.worker.model_runner import ModelRunner, StepHandle
 
@@ -26,11 +27,16 @@ logger = logging.getLogger(__name__)
 class InProcessExecutor:
     """Builds and loads the model on construction. `cls` is the plugin's model class."""
 
-    def __init__(self, cls: Any, checkpoint: Checkpoint, config: EngineConfig) -> None:
+    def __init__(
+        self, cls: Any, checkpoint: Checkpoint, config: EngineConfig, compiler: KernelCompiler | None = None
+    ) -> None:
         device = torch.device(config.device)
         if device.type == "cpu":
             set_num_threads(config.num_threads)
-        self.built = build.build_model(cls, checkpoint, config, device)
+        model_config = cls.read_config(checkpoint.hf_config)
+        if compiler is not None:
+            compiler.aim(config, model_config, gpu_facts(device))
+        self.built = build.build_model(cls, checkpoint, config, device, model_config)
         build.load(self.built, checkpoint, config)
         groups = build.cache_groups(self.built.model)
         self.runner = ModelRunner(
@@ -44,6 +50,8 @@ class InProcessExecutor:
             queue_depth=config.scheduler.queue_depth,
             vocab_size=self.built.config.vocab_size,
         )
+        if compiler is not None:
+            self._wait_for_kernels(compiler)
         self.memory = self._profile(config) if device.type == "cuda" else None
         spare = None if self.memory is None else self.memory.cache
         self.cache_plan, max_model_len = build.plan_cache(config, groups, spare)
@@ -62,6 +70,10 @@ class InProcessExecutor:
             dtype=config.model.dtype,
         )
 
+    @traced("executors.wait_for_kernels")
+    def _wait_for_kernels(self, compiler: KernelCompiler) -> None:
+        compiler.wait(terminal_count)
+
     @traced("executors.profile_memory")
     def _profile(self, config: EngineConfig) -> MemoryProfile:
         build.allocate_caches(self.built.model, 2, config.cache.block_size, self.runner.device)
@@ -75,9 +87,10 @@ class InProcessExecutor:
         self.runner.capture(config.scheduler.max_num_batched_tokens)
         assert self.runner.graphs is not None
         logger.info(
-            "CUDA graphs: %d for decode steps of up to %d rows, recorded in %.1f s, %.2f GiB; mixed steps as they come",
+            "CUDA graphs: %d for decode steps of up to %d rows, %d for mixed ones, recorded in %.1f s, %.2f GiB",
             self.runner.graphs.recorded["decode"],
             self.runner.table.dummy,
+            self.runner.graphs.recorded["mixed"],
             time.perf_counter() - started,
             (free - torch.cuda.mem_get_info()[0]) / GIB,
         )

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from rapid_infer.device import gpu_facts
 from rapid_infer.errors import ConfigError, PluginError
 from rapid_infer.registry import EntryPointTable, load_target
 
@@ -48,8 +49,9 @@ class OpFacts:
     @classmethod
     def of(cls, device: torch.device | str, dtype: torch.dtype, *, cuda_graphs: bool = False, **extra: Any) -> OpFacts:
         device = torch.device(device)
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        return cls(device.type, dtype, capability, extra, cuda_graphs)
+        gpu = gpu_facts(device)
+        kind, capability = (device.type, None) if gpu is None else ("cuda", gpu.capability)
+        return cls(kind, dtype, capability, extra, cuda_graphs)
 
 
 Supports = Callable[[OpFacts], Sequence[str]]

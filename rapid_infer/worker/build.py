@@ -13,7 +13,7 @@ from torch import nn
 from rapid_infer.cache.budget import GIB, CachePlan, fit_model_len, plan_blocks
 from rapid_infer.cache.spec import CacheGroup, CacheSpec, blocks_for
 from rapid_infer.config import EngineConfig
-from rapid_infer.device import available_host_memory
+from rapid_infer.device import available_host_memory, gpu_facts
 from rapid_infer.errors import PluginError
 from rapid_infer.layers.attention import CachedModule
 from rapid_infer.layers.context import BuildContext
@@ -39,13 +39,19 @@ class BuiltModel:
 
 
 @traced("worker.build_model")
-def build_model(cls: Any, checkpoint: Checkpoint, config: EngineConfig, device: torch.device | str) -> BuiltModel:
-    """The model with uninitialised parameters of the right dtype. `device` "meta" builds it without memory."""
+def build_model(
+    cls: Any, checkpoint: Checkpoint, config: EngineConfig, device: torch.device | str, model_config: Any = None
+) -> BuiltModel:
+    """The model with uninitialised parameters of the right dtype. `device` "meta" builds it without memory.
+
+    `model_config`: what `read_config` gives, if that is known.
+    """
     device = torch.device(device)
-    model_config = cls.read_config(checkpoint.hf_config)
-    on_meta = device.type == "meta"
+    if model_config is None:
+        model_config = cls.read_config(checkpoint.hf_config)
+    on_cpu = device.type == "meta" and gpu_facts(device) is None
     ops = OpResolver(
-        "cpu" if on_meta else device, dict(config.op_priority), cuda_graphs=config.cuda_graphs and not on_meta
+        "cpu" if on_cpu else device, dict(config.op_priority), cuda_graphs=config.cuda_graphs and not on_cpu
     )
     ctx = BuildContext(
         dtype=getattr(torch, config.model.dtype),

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
 from rapid_infer.ops.registry import OpResolver
 
 T = TypeVar("T")
+
+
+class Recorder(Protocol):
+    """What records the runs of a `GraphRunner`."""
+
+    def record(
+        self, what: str, run: Callable[[], T], warm_up: Callable[[], object] | None = None
+    ) -> tuple[torch.cuda.CUDAGraph, T]: ...
+
+    def release_unused(self) -> None: ...
 
 
 class GraphRecorder:
@@ -47,6 +57,10 @@ class GraphRecorder:
             raise capture_failure(what, error, self._ops) from error
         current.wait_stream(self._stream)
         return graph, result
+
+    def release_unused(self) -> None:
+        """Give back what warming up has left: it belongs to the recorder's stream, and no later step could use it."""
+        torch.cuda.empty_cache()
 
 
 def capture_failure(what: str, error: Exception, ops: OpResolver) -> RuntimeError:

@@ -1,34 +1,42 @@
 """Steps as two CUDA graphs: `forward`, from the request table to hidden states, and `finish`, to the tokens.
 
 Neither needs the host, and nothing in their keys or launches depends on a sequence's length. Decode steps, one token
-for every row, are recorded by number of rows; mixed steps, which hold longer queries too, by number of tokens, each
-number when it is first met. Where that is less work, mixed steps are fresh ones if nothing longer continues a prompt.
+for every row, are recorded by number of rows; mixed steps, which hold longer queries too, by number of tokens. Where
+that is less work, mixed steps are fresh ones if nothing longer continues a prompt. All forwards and the usual ways to
+choose tokens are recorded at the start; other ways, when they are first asked for.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import chain, takewhile
-from typing import Any
+from itertools import chain, product, takewhile
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rapid_infer.engine.step_plan import SamplingFeatures, StepPlan
 from rapid_infer.layers.attention import CachedModule
 from rapid_infer.layers.batch import ForwardBatch
+from rapid_infer.layers.stack import distinct_layers
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.registry import OpResolver
 from rapid_infer.worker.finish import Chosen, choose
-from rapid_infer.worker.graph_recorder import GraphRecorder
+from rapid_infer.worker.graph_recorder import Recorder
 from rapid_infer.worker.logprobs import Logprobs
 from rapid_infer.worker.mailbox import Mailbox
 from rapid_infer.worker.request_table import RequestTable
 from rapid_infer.worker.sampler import SamplingOps
 
 GREEDY = SamplingFeatures()
+USUAL = (GREEDY, SamplingFeatures(random=True), SamplingFeatures(random=True, truncated=True))
+"""How tokens are chosen where nothing special is asked for: recorded at the start."""
 DECODE, MIXED, FRESH = "decode", "mixed", "fresh"
+
+T = TypeVar("T")
 
 
 def row_buckets(limit: int) -> list[int]:
@@ -41,6 +49,11 @@ def token_buckets(limit: int) -> list[int]:
     sizes = chain((16,), range(32, 256, 32), range(256, 512, 64), range(512, 1024, 128))
     larger = (size * step // 4 for size in (1 << n for n in range(10, 31)) for step in range(4, 8))
     return [*takewhile(lambda size: size < limit, chain(sizes, larger)), limit]
+
+
+def asks_for_context(model: nn.Module) -> bool:
+    """Whether mixed steps have two kinds of graphs, see `CachedModule.asks_for_context`."""
+    return any(module.asks_for_context for module in model.modules() if isinstance(module, CachedModule))
 
 
 def _fit(sizes: list[int]) -> list[int]:
@@ -60,8 +73,18 @@ class _Sampled:
         return _Sampled(self.hidden[:n], self.rows[:n], self.lengths[:n])
 
 
+@dataclass
+class LateGraphs:
+    """Graphs that were recorded while requests waited, and the seconds that took the host."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+
 class GraphRunner:
-    """Records and replays. `replays` counts launches by graph kind; `recorded` graphs by kind."""
+    """Records and replays. `replays` counts launches by graph kind; `recorded` graphs by kind; `late` those recorded
+    after `capture`.
+    """
 
     def __init__(
         self,
@@ -69,7 +92,7 @@ class GraphRunner:
         table: RequestTable,
         mailbox: Mailbox,
         ops: OpResolver,
-        recorder: GraphRecorder,
+        recorder: Recorder,
         *,
         block_size: int,
         max_model_len: int,
@@ -78,8 +101,8 @@ class GraphRunner:
         self.block_size, self.max_model_len = block_size, max_model_len
         self.replays: Counter[str] = Counter()
         layout, device = mailbox.layout, table.length.device
-        self.sizes = row_buckets(layout.max_rows)
-        self._row_bucket, self._token_bucket = _fit(self.sizes), _fit(token_buckets(layout.max_tokens))
+        self.sizes, self.token_sizes = row_buckets(layout.max_rows), token_buckets(layout.max_tokens)
+        self._row_bucket, self._token_bucket = _fit(self.sizes), _fit(self.token_sizes)
         self._sampling = SamplingOps.bind(ops)
         self._decode_inputs, self._mixed_inputs, self._commit = (
             ops.bind(name, torch.int32) for name in ("decode_inputs", "mixed_inputs", "commit_tokens")
@@ -87,32 +110,37 @@ class GraphRunner:
         self._rows = torch.full((layout.max_rows,), table.dummy, dtype=torch.int64, device=device)
         self._query_start = torch.arange(layout.max_rows + 1, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(layout.max_rows, dtype=torch.int32, device=device)
-        self._asks_for_context = any(m.asks_for_context for m in model.modules() if isinstance(m, CachedModule))
+        self._asks_for_context = asks_for_context(model)
         self._mixed_sampled: _Sampled | None = None
         self._forward: dict[tuple[str, int], tuple[torch.cuda.CUDAGraph, _Sampled]] = {}
         self._finish: dict[Any, tuple[torch.cuda.CUDAGraph, Logprobs | None]] = {}
         self._recorder = recorder
         self._started = False
+        self.late = LateGraphs()
 
     @property
     def recorded(self) -> dict[str, int]:
         kinds = Counter(kind for kind, _ in self._forward)
         return {DECODE: kinds[DECODE], MIXED: kinds[MIXED] + kinds[FRESH], "finish": len(self._finish)}
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of mixed steps."""
+        return (MIXED, FRESH) if self._asks_for_context else (MIXED,)
+
     @torch.inference_mode()
     def capture(self) -> None:
-        """Record every decode forward and its greedy finish, largest first: smaller ones fit into the same memory.
-
-        The largest mixed forward comes before them all, also where it will hardly be used.
-        """
-        self._capture_mixed(MIXED, self.mailbox.layout.max_tokens)
+        """Record every forward and its usual finishes, largest first: smaller ones fit into the same memory."""
+        for size in reversed(self.token_sizes):
+            for kind in self.kinds:
+                self.capture_mixed(kind, size)
         for size in reversed(self.sizes):
-            self._capture_decode(size)
-            self._capture_finish(DECODE, size, GREEDY)
+            self.capture_decode(size)
+            for kind, features in product((DECODE, MIXED), USUAL):
+                self.capture_finish(kind, size, features)
         self.mailbox.resync()
         self._started = True
-        # What warming up has left belongs to the recorder's stream: no later step could use it.
-        torch.cuda.empty_cache()
+        self._recorder.release_unused()
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether graphs can run this step."""
@@ -139,7 +167,7 @@ class GraphRunner:
         """The first part of `launch`."""
         blocks = plan.new_blocks if mail_blocks else ()
         kind, size, _ = self.shape_of(plan)
-        forward = self._forward.get((kind, size)) or self._capture_mixed(kind, size)
+        forward = self._forward[kind, size]
         if kind == DECODE:
             slot = self.mailbox.send_decode(plan.rows, size, blocks)
         else:
@@ -153,20 +181,18 @@ class GraphRunner:
         kind, _, rows = self.shape_of(plan)
         finish = self._finish.get(self._key(kind, rows, plan.features))
         if finish is None:
-            finish = self._capture_finish(kind, rows, plan.features)
+            finish = self.capture_finish(kind, rows, plan.features)
         finish[0].replay()
         self.replays["finish"] += 1
         return finish[1]
 
     def _key(self, kind: str, size: int, features: SamplingFeatures) -> Any:
         kind = DECODE if kind == DECODE else MIXED
-        if features == GREEDY:
-            return kind, size, features
         if features.logprobs is not None:
             # A graph for every number of alternatives would be too many; the host takes what it needs.
             count = next((n for n in (0, 5, 20) if n >= features.logprobs), features.logprobs)
             features = replace(features, logprobs=count)
-        return kind, size, features, self.table.tokens.signature
+        return kind, size, features, self.table.tokens.signature if features.processed else None
 
     def run_forward(self, size: int) -> tuple[Tensor, Tensor]:
         """What a decode graph records: (hidden states `[size, hidden]`, total lengths `[size]`)."""
@@ -237,23 +263,33 @@ class GraphRunner:
         sampled.lengths.copy_(inputs.sampled_lens)
         return sampled
 
-    def _capture_decode(self, size: int) -> None:
+    def capture_decode(self, size: int) -> None:
+        """Record a forward of `size` rows, one token each."""
         what = f"forward of {size} rows"
-        graph, (hidden, lengths) = self._recorder.record(what, lambda: self.run_forward(size))
+        graph, (hidden, lengths) = self._record_forward(what, lambda: self.run_forward(size))
         self._forward[DECODE, size] = graph, _Sampled(hidden, self._rows[:size], lengths)
 
-    def _capture_mixed(self, kind: str, size: int) -> tuple[torch.cuda.CUDAGraph, _Sampled]:
-        # Warming up reads the next letter, and is waited for before the real one takes this one's place.
-        self.mailbox.clear_next()
-        recorded = self._recorder.record(f"forward of {size} tokens", lambda: self.run_mixed(kind, size))
-        self._forward[kind, size] = recorded
-        if self._started:
-            torch.cuda.empty_cache()
-        return recorded
+    def capture_mixed(self, kind: str, size: int) -> None:
+        """Record a forward of `size` tokens."""
+        self._forward[kind, size] = self._record_forward(
+            f"forward of {size} tokens", lambda: self.run_mixed(kind, size)
+        )
 
-    def _capture_finish(
+    def _record_forward(self, what: str, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        def warm_up() -> None:
+            with distinct_layers(self.model):
+                run()
+
+        try:
+            return self._recorder.record(what, run, warm_up)
+        except RuntimeError:
+            # A model may hide from us how its layers differ.
+            return self._recorder.record(what, run)
+
+    def capture_finish(
         self, kind: str, size: int, features: SamplingFeatures
     ) -> tuple[torch.cuda.CUDAGraph, Logprobs | None]:
+        """Record how tokens are chosen after a forward of this kind for up to `size` rows."""
         key = self._key(kind, size, features)
         features, table = key[2], self.table
         if kind != DECODE:
@@ -284,6 +320,10 @@ class GraphRunner:
 
         # At the start all rows are padding; later a commit that is not recorded would move real ones.
         warm = select if self._started else run
+        began = time.perf_counter()
         recorded = self._recorder.record(f"finish of {size} rows with {features}", run, warm)
+        if self._started:
+            self.late.count += 1
+            self.late.seconds += time.perf_counter() - began
         self._finish[key] = recorded
         return recorded

@@ -48,10 +48,6 @@ class Mailbox:
         letter[: Letter.ROWS] = 0
         letter[Letter.ROWS : self.layout.query_lens] = self._table_rows - 1
 
-    def clear_next(self) -> None:
-        """Make the next letter one that asks for nothing, as for a step that only warms up."""
-        self._clear(self._mail[self.sent % len(self._mail)])
-
     def send_decode(self, rows: I32, padded: int, new_blocks: Sequence[NewBlocks]) -> int:
         """Write the letter of the next step, one token for each of `rows`, padded; returns its slot."""
         slot, letter = self._next()

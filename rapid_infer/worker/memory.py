@@ -10,7 +10,7 @@ import torch
 from rapid_infer.cache.budget import GIB
 from rapid_infer.config import EngineConfig
 from rapid_infer.engine.step_plan import RowTokens, SamplingFeatures, StepPlan, TokenLists
-from rapid_infer.worker.graph_runner import row_buckets, token_buckets
+from rapid_infer.worker.graph_runner import asks_for_context, row_buckets, token_buckets
 from rapid_infer.worker.model_runner import ModelRunner
 
 WORST = SamplingFeatures(random=True, truncated=True, min_p=True, penalties=True, bias=True, logprobs=20)
@@ -76,19 +76,24 @@ def measure(runner: ModelRunner, config: EngineConfig) -> MemoryProfile:
 
 def _nodes(runner: ModelRunner, config: EngineConfig) -> int:
     rows, tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
-    graphs = len(row_buckets(rows)) + len(token_buckets(tokens))
+    kinds = 2 if asks_for_context(runner.model) else 1
+    graphs = len(row_buckets(rows)) + kinds * len(token_buckets(tokens))
     return graphs * len(runner.ops.bound) * BYTES_PER_RECORDED_OP
 
 
 def _run(runner: ModelRunner, rows: int, tokens: int) -> None:
-    """One step of `tokens` tokens over `rows` rows, each as long as it can be and all with every sampling feature."""
+    runner.collect(runner.launch(largest_step(rows, tokens, runner.max_model_len)))
+
+
+def largest_step(rows: int, tokens: int, max_model_len: int) -> StepPlan:
+    """A step of `tokens` tokens over `rows` rows, each as long as it can be and all with every sampling feature."""
     query_lens = np.full(rows, tokens // rows, np.int32)
     query_lens[rows - tokens % rows :] += 1
-    query_lens = np.minimum(query_lens, runner.max_model_len)
+    query_lens = np.minimum(query_lens, max_model_len)
     numbers, none = np.arange(rows, dtype=np.int32), np.zeros(0, np.int32)
     one = RowTokens(numbers, np.zeros(rows, np.int32), np.zeros(rows, np.int32))
     nothing = RowTokens(none, none, none)
-    plan = StepPlan(
+    return StepPlan(
         step=0,
         rows=numbers,
         query_lens=query_lens,
@@ -102,4 +107,3 @@ def _run(runner: ModelRunner, rows: int, tokens: int) -> None:
         num_tokens=int(query_lens.sum()),
         token_lists=TokenLists(nothing, one, np.zeros(rows, np.float32), one, nothing),
     )
-    runner.collect(runner.launch(plan))

@@ -14,7 +14,7 @@ from rapid_infer.ops.registry import OpResolver
 from rapid_infer.ops.step_inputs import Letter
 from rapid_infer.profiling import span
 from rapid_infer.worker.eager_step import EagerStep, Hidden, StepInputs
-from rapid_infer.worker.graph_recorder import GraphRecorder
+from rapid_infer.worker.graph_recorder import GraphRecorder, Recorder
 from rapid_infer.worker.graph_runner import GraphRunner
 from rapid_infer.worker.logprobs import Logprobs
 from rapid_infer.worker.mailbox import Mailbox
@@ -77,8 +77,8 @@ class ModelRunner:
         self._launched = 0
         self._unfinished = False
 
-    def capture(self, max_tokens: int, recorder: GraphRecorder | None = None) -> None:
-        """Record the decode graphs; mixed steps of up to `max_tokens` are recorded as they come.
+    def capture(self, max_tokens: int, recorder: Recorder | None = None) -> None:
+        """Record steps of up to `max_tokens` tokens.
 
         The caches must be bound and stay where they are. `recorder`: a new one of this device unless given.
         """

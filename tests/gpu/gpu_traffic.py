@@ -128,7 +128,7 @@ def traffic(llm: LLM, seed: int, steps: int) -> dict[str, int]:
 
 
 def record_all(llm: LLM, run: Callable[[], object]) -> None:
-    """Do `run`, then record every graph that steps with the features it met can need."""
+    """Do `run`, then record every finish that steps with the features it met can need."""
     graphs = graphs_of(llm)
     launch, met = graphs.launch, {GREEDY: None}
 
@@ -143,11 +143,7 @@ def record_all(llm: LLM, run: Callable[[], object]) -> None:
         del graphs.launch
     torch.cuda.synchronize()
     with torch.inference_mode():
-        kinds = (MIXED, FRESH) if graphs._asks_for_context else (MIXED,)
-        for kind, size in itertools.product(kinds, token_buckets(graphs.mailbox.layout.max_tokens)):
-            if (kind, size) not in graphs._forward:
-                graphs._capture_mixed(kind, size)
         for kind, size, features in itertools.product((DECODE, MIXED), graphs.sizes, met):
             if graphs._key(kind, size, features) not in graphs._finish:
-                graphs._capture_finish(kind, size, features)
+                graphs.capture_finish(kind, size, features)
     torch.cuda.synchronize()

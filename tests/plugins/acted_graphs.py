@@ -85,3 +85,5 @@ class ActingRecorder:
         for tensor, value in reversed(recording.before):
             tensor.copy_(value)
         return recording.graph, result
+
+    def release_unused(self) -> None: ...

@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from rapid_infer.device import gpu_facts
 from rapid_infer.ops.providers.triton.facts import INTERPRETED
 from rapid_infer.ops.providers.triton.launch import has_tma
 
@@ -66,9 +67,8 @@ def choose(
 @cache
 def has_hopper_kernel(device: torch.device) -> bool:
     """Gluon is experimental: its kernel is for the one Triton it was written with."""
-    return (
-        not INTERPRETED and torch.cuda.get_device_capability(device) == (9, 0) and triton.__version__.startswith("3.6.")
-    )
+    gpu = gpu_facts(device)
+    return not INTERPRETED and gpu is not None and gpu.capability == (9, 0) and triton.__version__.startswith("3.6.")
 
 
 def pointer_keys(dim: int, dtype: torch.dtype) -> int:

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rapid_infer.device import GpuFacts, gpu_facts
 from rapid_infer.ops.providers.triton.facts import INTERPRETED
 
 
@@ -34,8 +35,15 @@ def wait_previous(PDL: tl.constexpr):
 
 
 @cache
+def _gpu(device: torch.device) -> GpuFacts:
+    gpu = gpu_facts(device)
+    assert gpu is not None, f"{device} is no GPU"
+    return gpu
+
+
+@cache
 def has_tma(device: torch.device) -> bool:
-    return INTERPRETED or torch.cuda.get_device_capability(device) >= (9, 0)
+    return INTERPRETED or _gpu(device).capability >= (9, 0)
 
 
 @cache
@@ -53,4 +61,4 @@ def options(x: Tensor) -> dict[str, Any]:
 @cache
 def num_multiprocessors(device: torch.device) -> int:
     """Of a GPU; a small number for the interpreter, so that tests meet every path."""
-    return 4 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
+    return 4 if INTERPRETED else _gpu(device).multiprocessors

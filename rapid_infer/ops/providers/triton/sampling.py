@@ -122,7 +122,8 @@ def gumbel_argmax(
     wanted = max(4 * num_multiprocessors(logits.device) // rows, 1)
     size = triton.cdiv(triton.cdiv(vocab, min(wanted, triton.cdiv(vocab, BLOCK))), BLOCK) * BLOCK
     parts = triton.cdiv(vocab, size)
-    score, best = torch.empty(2, rows, parts, device=logits.device).unbind(0)
+    # Of two halves of one tensor the second would begin anywhere, and kernels be compiled for that too.
+    score, best = (torch.empty(rows, parts, device=logits.device) for _ in range(2))
     part_token = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
     _part_kernel[(parts, rows)](
         logits, temperature, seed, sample_index, position, score, part_token, best,

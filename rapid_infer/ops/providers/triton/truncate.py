@@ -162,7 +162,7 @@ def truncate_logits(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None, 
     parts = triton.cdiv(vocab, group * LANES)
     groups = parts * LANES
     maximum, found = (torch.empty(rows, groups, dtype=d, device=logits.device) for d in (torch.float32, torch.int32))
-    part_top, part_mass = torch.empty(2, rows, parts, device=logits.device).unbind(0)
+    part_top, part_mass = (torch.empty(rows, parts, device=logits.device) for _ in range(2))
     number, ids = (torch.empty(rows, ROOM + FEW, dtype=d, device=logits.device) for d in (torch.float32, torch.int32))
     last = torch.empty(rows, dtype=torch.int64, device=logits.device)
     settings = top_k, top_p, min_p

@@ -1,0 +1,174 @@
+"""Which Triton kernels a run would launch, found without launching any, and their compilation without a GPU.
+
+Inside `collect_launches` tensors may lie on "meta": a kernel is compiled for the types of its arguments and for whether
+addresses and integers are multiples of 16, not for their values.
+"""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.backends.nvidia.driver import CudaLauncher, CudaUtils, libcuda_dirs
+from triton.runtime import driver
+from triton.runtime.cache import get_cache_manager
+from triton.runtime.jit import JITFunction, KernelParam, MockTensor
+
+from rapid_infer.device import GpuFacts
+
+_RUN = JITFunction.run
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel for one kind of arguments; those hold no tensor."""
+
+    kernel: JITFunction[Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel.fn.__module__.rpartition('.')[2]}.{self.kernel.fn.__name__}"
+
+    @property
+    def size(self) -> int:
+        """Characters of the kernel and all it calls, which is a guess at how long it takes to compile."""
+        return _size(self.kernel)
+
+    def compile(self, launcher: bool = True) -> str:
+        """Put the kernel into Triton's cache unless it is there; returns its folder's name within.
+
+        `launcher`: also the host's code that launches it, which is linked with the driver's library.
+        """
+        compiled: Any = _RUN(self.kernel, *self.args, grid=(1,), warmup=True, **self.kwargs)
+        if launcher:
+            CudaLauncher(compiled.src, compiled.metadata)
+        return get_cache_manager(compiled.hash).key
+
+
+@contextmanager
+def collect_launches(take: Callable[[Launch], object]) -> Iterator[None]:
+    """Inside, kernels are given to `take` instead of launched, each once for each kind of arguments."""
+    found = set()
+
+    def note(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        params = {param.name: param for param in kernel.params}
+        named = {**dict(zip(params, args)), **kwargs}
+        key = (kernel, *((name, _kind(named[name], params.get(name))) for name in sorted(named)))
+        if key not in found:
+            found.add(key)
+            options = {name: _without_data(value) for name, value in kwargs.items()}
+            take(Launch(kernel, tuple(map(_without_data, args)), options))
+
+    JITFunction.run = note
+    try:
+        yield
+    finally:
+        JITFunction.run = _RUN
+
+
+def compile_for(gpu: GpuFacts) -> None:
+    """Let this process compile for a GPU that it does not use."""
+    driver.set_active(_Target(gpu))
+
+
+def can_link() -> bool:
+    """Whether the driver's library is here, with which the host's code for launches is linked."""
+    try:
+        return bool(libcuda_dirs())
+    except (AssertionError, OSError, subprocess.CalledProcessError):
+        return False
+
+
+def compile_driver() -> str:
+    """What Triton itself compiles for a process's first launch."""
+    CudaUtils()
+    return ""
+
+
+class _Target(DriverBase):
+    """Says what to compile for, and launches nothing."""
+
+    def __init__(self, gpu: GpuFacts) -> None:
+        major, minor = gpu.capability
+        self._target = GPUTarget("cuda", major * 10 + minor, 32)
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        raise NotImplementedError("nothing is launched here")
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("meta")
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError("nothing is launched here")
+
+
+def _kind(value: Any, param: KernelParam | None) -> Any:
+    """What of an argument a kernel may be compiled for, never less than Triton looks at; `param` None: an option."""
+    if param is None or param.is_constexpr:
+        return repr(value)
+    if isinstance(value, Tensor):
+        aligned = value.storage_offset() * value.element_size() % 16 == 0
+        return value.dtype, param.do_not_specialize or aligned
+    if isinstance(value, int) and not isinstance(value, bool):
+        return -(1 << 31) <= value < 1 << 31, param.do_not_specialize or (value == 1, value % 16 == 0)
+    if isinstance(value, float):
+        return float
+    if isinstance(base := getattr(value, "base", None), Tensor):
+        return type(value), base.dtype, tuple(value.block_shape), repr(getattr(value, "layout", None))
+    return repr(value)
+
+
+class _Address(MockTensor):
+    """A tensor of this type, whose address is a multiple of 16 or not."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(tensor.dtype, list(tensor.shape))
+        self._address = int(tensor.storage_offset()) * tensor.element_size()
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+def _without_data(value: Any) -> Any:
+    return _Address(value) if isinstance(value, Tensor) else value
+
+
+@cache
+def _size(kernel: Any) -> int:
+    return sum(len(f.src) for f in _called(kernel, {}).values())
+
+
+def _called(kernel: Any, found: dict[str, Any]) -> dict[str, Any]:
+    """The kernel and all that it calls, by name."""
+    name = f"{kernel.fn.__module__}.{kernel.fn.__qualname__}"
+    if name not in found:
+        found[name] = kernel
+        names = inspect.getclosurevars(kernel.fn).globals
+        for other in names.values():
+            if hasattr(other, "fn") and hasattr(other, "src"):
+                _called(other, found)
+    return found

@@ -1,0 +1,214 @@
+"""Finds out which kernels a model needs, and compiles them on all cores: `python -m` this module.
+
+It takes two lines of JSON, `Start` and, when that is known, `Target`, and answers in lines of JSON (`Progress`); it
+ends when its input does. It never touches a GPU, so that it may fork once all is imported: its children compile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import struct
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rapid_infer.config import EngineConfig
+from rapid_infer.device import GpuFacts, assume_gpu
+from rapid_infer.hub.cache import file_lock
+from rapid_infer.models.checkpoint import Checkpoint, read_checkpoint
+from rapid_infer.registry import load_target
+from rapid_infer.worker.kernel_cache import KernelList
+
+if TYPE_CHECKING:
+    from rapid_infer.ops.providers.triton.precompile import Launch
+
+Job = Callable[[], str]
+
+LARGE = 10_000
+"""Characters of a kernel that takes seconds to compile: it gets a process as soon as it is found."""
+
+
+class Start(msgspec.Struct):
+    """The model: its directory and its class, and where its list of kernels goes."""
+
+    checkpoint: str
+    target: str
+    cache: str
+    key: str
+
+
+class Target(msgspec.Struct):
+    """What to compile for.
+
+    `model_config`: what the plugin's `read_config` gives, of type `config_type`, "module:Class"; without it the process
+    reads it itself, for which it must import transformers.
+    """
+
+    config: EngineConfig
+    gpu: GpuFacts
+    config_type: str | None = None
+    model_config: msgspec.Raw = msgspec.Raw()
+
+
+class Progress(msgspec.Struct, omit_defaults=True):
+    """`done` of `total` kernels are there; `error`: why no more will be; `failed`: one that could not be compiled."""
+
+    done: int = 0
+    total: int = 0
+    failed: str | None = None
+    error: str | None = None
+
+
+def main() -> int:
+    # A terminal's Ctrl-C is the parent's to handle: when it goes, so does our input.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
+    try:
+        prepared = _prepare(start)
+        line = sys.stdin.buffer.readline()
+        if not line:
+            return 0
+        target = msgspec.json.decode(line, type=Target)
+        kernels = KernelList(Path(start.cache), start.key)
+        with file_lock(kernels.lock):
+            # Another process may have done it meanwhile.
+            if not kernels.complete(target.gpu):
+                _compile_all(prepared, target, kernels)
+    except Exception as error:
+        _say(Progress(error=f"{type(error).__name__}: {error}"))
+        return 1
+    return 0
+
+
+def _prepare(start: Start) -> tuple[Any, Checkpoint]:
+    """Import all there is to import, while the parent finds out about its GPU."""
+    import torch
+    import torch._dynamo  # what runs on "meta" asks for it
+    import triton.backends.nvidia.compiler
+    import triton.compiler  # noqa: F401
+
+    from rapid_infer.ops.registry import load_providers
+    from rapid_infer.worker import kernel_plan  # noqa: F401
+
+    # No pool of threads that a fork would cut off.
+    torch.set_num_threads(1)
+    load_providers()
+    return load_target(start.target), read_checkpoint(Path(start.checkpoint))
+
+
+def _model_config(target: Target, cls: Any, checkpoint: Checkpoint) -> Any:
+    if target.config_type is None:
+        return cls.read_config(checkpoint.hf_config)
+    return msgspec.json.decode(target.model_config, type=load_target(target.config_type))
+
+
+def _compile_all(prepared: tuple[Any, Checkpoint], target: Target, kernels: KernelList) -> None:
+    from rapid_infer.ops.providers.triton import precompile
+    from rapid_infer.worker.kernel_plan import plan_kernels
+
+    cls, checkpoint = prepared
+    model_config = _model_config(target, cls, checkpoint)
+    assume_gpu(target.gpu)
+    precompile.compile_for(target.gpu)
+    linked = precompile.can_link()
+    crew, total = Crew(), 0
+    later: list[Launch] = []
+
+    def take(launch: Launch) -> None:
+        nonlocal total
+        total += 1
+        if launch.size >= LARGE:
+            crew.start([lambda: launch.compile(launcher=linked)], 1)
+        else:
+            later.append(launch)
+
+    with crew:
+        plan_kernels(cls, model_config, checkpoint, target.config, take)
+        later.sort(key=lambda launch: (-launch.size, launch.name))
+        jobs: list[Job] = [partial(launch.compile, launcher=linked) for launch in later]
+        if linked:
+            jobs.insert(0, precompile.compile_driver)
+            total += 1
+        crew.start(jobs, len(os.sched_getaffinity(0)))
+        _say(Progress(0, total))
+        names: dict[str, None] = {}
+        done = 0
+        for error, name in crew.results():
+            done += not error
+            if not error:
+                names[name] = None
+            _say(Progress(done, total, failed=name if error else None))
+    if done < total:
+        raise RuntimeError(f"{total - done} of {total} kernels were not compiled")
+    kernels.write(target.gpu, sorted(filter(None, names)))
+
+
+class Crew:
+    """Forked processes that work off jobs. A context manager, which ends them."""
+
+    def __init__(self) -> None:
+        self._children: list[int] = []
+        self._read, self._write = os.pipe()
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for child in self._children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+    def start(self, jobs: Sequence[Job], processes: int) -> None:
+        """Let new processes work off these jobs in their order, each taking the next one when it is done with one."""
+        todo, fill = os.pipe()
+        os.write(fill, b"".join(struct.pack("<I", number) for number in range(len(jobs))))
+        os.close(fill)
+        for _ in range(min(processes, len(jobs))):
+            child = os.fork()
+            if not child:
+                self._work(jobs, todo)
+            self._children.append(child)
+        os.close(todo)
+
+    def _work(self, jobs: Sequence[Job], todo: int) -> None:
+        parent = os.getppid()
+        os.nice(5)
+        while (number := os.read(todo, 4)) and os.getppid() == parent:
+            try:
+                answer = (False, jobs[struct.unpack("<I", number)[0]]())
+            except BaseException as error:
+                answer = (True, f"{type(error).__name__}: {error}"[:1000])
+            os.write(self._write, msgspec.json.encode(answer) + b"\n")
+        os._exit(0)
+
+    def results(self) -> Iterator[tuple[bool, str]]:
+        """(whether it failed, what it returned or why) of each job as it ends; EOFError when our parent has gone."""
+        os.close(self._write)
+        rest = b""
+        while True:
+            ready, _, _ = select.select([self._read, sys.stdin], [], [])
+            if self._read not in ready:
+                raise EOFError("nobody waits for these kernels any more")
+            piece = os.read(self._read, 1 << 16)
+            if not piece:
+                return
+            *lines, rest = (rest + piece).split(b"\n")
+            for line in lines:
+                yield msgspec.json.decode(line, type=tuple[bool, str])
+
+
+def _say(progress: Progress) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(progress) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""Lets a process beside this one compile a model's kernels on all cores while the model is loaded. Imports no torch."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from rapid_infer.config import EngineArgs, EngineConfig
+from rapid_infer.device import GpuFacts
+from rapid_infer.registry import Entry
+from rapid_infer.worker.compile_process import Progress, Start, Target
+from rapid_infer.worker.kernel_cache import KernelList, use_kernel_cache
+
+logger = logging.getLogger(__name__)
+
+SILENCE = 300.0
+"""Seconds without a word after which the process is given up: kernels are then compiled when they are launched."""
+
+Show = Callable[[int, int], None]
+"""Called with how many kernels are done, of how many."""
+
+
+class KernelCompiler:
+    """`begin` as early as possible, `aim` when options and GPU are known, `wait` before the first launch, or `stop`.
+
+    Begins nothing where no GPU can be or all kernels are there. Nothing here makes a start fail: a kernel that was not
+    compiled beforehand is compiled when it is first launched.
+    """
+
+    def __init__(self, checkpoint: Path, entry: Entry, args: EngineArgs) -> None:
+        self._entry, self._checkpoint = entry, checkpoint
+        self._process: subprocess.Popen[bytes] | None = None
+        self._kernels: KernelList | None = None
+        if args.device.partition(":")[0] in ("auto", "cuda") and _gpu_may_be_here():
+            self._kernels = KernelList.of(use_kernel_cache(), checkpoint, entry, args)
+
+    def begin(self) -> None:
+        """Start the process, which imports what it needs meanwhile."""
+        if self._kernels is not None and not self._kernels.complete():
+            self._spawn(self._kernels)
+
+    def aim(self, config: EngineConfig, model_config: Any, gpu: GpuFacts | None) -> None:
+        """Say what to compile for; `gpu` None: the engine runs elsewhere."""
+        if gpu is None or self._kernels is None or self._kernels.complete(gpu):
+            self.stop()
+            return
+        process = self._process or self._spawn(self._kernels)
+        assert process.stdin is not None
+        try:
+            _send(process.stdin, _target(config, model_config, gpu))
+        except OSError:
+            logger.debug("the process that compiles kernels has ended early")
+
+    def wait(self, progress: Callable[[], AbstractContextManager[Show]]) -> None:
+        """Until all kernels are there; at once if they are."""
+        if self._process is None:
+            return
+        began = time.perf_counter()
+        try:
+            with progress() as show:
+                for word in _words(self._process):
+                    if word.error is not None:
+                        logger.warning(
+                            "kernels are compiled one after another, when they are first launched, since compiling "
+                            "them beforehand failed: %s",
+                            word.error,
+                        )
+                    if word.failed is not None:
+                        logger.debug("a kernel could not be compiled: %s", word.failed)
+                    show(word.done, word.total)
+        finally:
+            self.stop()
+        logger.info("waited %.1f s for kernels to be compiled", time.perf_counter() - began)
+
+    def stop(self) -> None:
+        """End the process, whatever it does."""
+        if self._process is not None:
+            process, self._process = self._process, None
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                pipe.close()
+            process.kill()
+            process.wait()
+
+    def _spawn(self, kernels: KernelList) -> subprocess.Popen[bytes]:
+        # Without a GPU to see, nothing imported there can open one, which would take its memory. A session of its own
+        # keeps a terminal's Ctrl-C away.
+        paths = [os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)]
+        env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "rapid_infer.worker.compile_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=env,
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        _send(
+            self._process.stdin,
+            Start(str(self._checkpoint), self._entry.target, str(kernels.cache), kernels.key),
+        )
+        return self._process
+
+
+def _target(config: EngineConfig, model_config: Any, gpu: GpuFacts) -> Target:
+    kind = type(model_config)
+    try:
+        packed = msgspec.json.encode(model_config)
+        whole = msgspec.json.decode(packed, type=kind) == model_config
+    except (TypeError, ValueError, msgspec.MsgspecError):
+        whole = False
+    if not whole:
+        return Target(config, gpu)
+    return Target(config, gpu, f"{kind.__module__}:{kind.__qualname__}", msgspec.Raw(packed))
+
+
+def _send(pipe: IO[bytes], message: msgspec.Struct) -> None:
+    pipe.write(msgspec.json.encode(message) + b"\n")
+    pipe.flush()
+
+
+def _words(process: subprocess.Popen[bytes]) -> Iterator[Progress]:
+    """What the process says, until it ends."""
+    assert process.stdout is not None
+    rest = b""
+    while True:
+        if not select.select([process.stdout], [], [], SILENCE)[0]:
+            yield Progress(error=f"no kernel in {SILENCE:.0f} s")
+            return
+        piece = os.read(process.stdout.fileno(), 1 << 16)
+        if not piece:
+            break
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            yield msgspec.json.decode(line, type=Progress)
+    if process.wait() not in (0, 1):
+        yield Progress(error=f"the process ended with exit code {process.returncode}")
+
+
+def _gpu_may_be_here() -> bool:
+    """Without asking CUDA, which takes a second and torch."""
+    return (
+        os.environ.get("TRITON_INTERPRET") != "1"
+        and os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1")
+        and any(Path("/dev").glob("nvidia[0-9]*"))
+        and find_spec("triton") is not None
+    )
+
+
+@contextmanager
+def terminal_count() -> Iterator[Show]:
+    """A bar on stderr; nothing when stderr is not a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("compiling kernels"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("compiling kernels", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total or None)

@@ -1,0 +1,131 @@
+"""Which kernels a model's steps launch, from a model without memory that runs every kind of step there can be.
+
+The same code as in the engine, on "meta": graphs are recorded by one that only runs them, and eager steps, which come
+in any shape, are run in shapes of every class that kernels distinguish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+
+from rapid_infer.config import EngineConfig
+from rapid_infer.engine.step_plan import PromptScores, SamplingFeatures, StepPlan
+from rapid_infer.layers.stack import distinct_layers
+from rapid_infer.loader import finalize
+from rapid_infer.models.checkpoint import Checkpoint
+from rapid_infer.ops.step_inputs import Letter
+from rapid_infer.worker import build
+from rapid_infer.worker.eager_step import SCORED_AT_ONCE, EagerStep
+from rapid_infer.worker.graph_runner import DECODE, GREEDY, GraphRunner
+from rapid_infer.worker.mailbox import Mailbox
+from rapid_infer.worker.memory import largest_step
+from rapid_infer.worker.request_table import RequestTable
+from rapid_infer.worker.sampler import SamplingOps
+
+if TYPE_CHECKING:
+    from rapid_infer.ops.providers.triton.precompile import Launch
+
+T = TypeVar("T")
+
+CHOICES = (GREEDY, SamplingFeatures(bias=True), SamplingFeatures(random=True))
+TRUNCATIONS = (
+    SamplingFeatures(random=True, truncated=True),
+    SamplingFeatures(random=True, min_p=True),
+    SamplingFeatures(random=True, truncated=True, min_p=True),
+)
+"""What makes a difference to kernels in how tokens are chosen; all else is done by torch. Truncation is launched alike
+for any number of rows."""
+
+META = torch.device("meta")
+
+
+class _Rehearsal:
+    """A recorder that runs what it is to record."""
+
+    def record(self, what: str, run: Callable[[], T], warm_up: Callable[[], object] | None = None) -> tuple[Any, T]:
+        return None, run()
+
+    def release_unused(self) -> None: ...
+
+
+@torch.inference_mode()
+def plan_kernels(
+    cls: Any, model_config: Any, checkpoint: Checkpoint, config: EngineConfig, take: Callable[[Launch], object]
+) -> None:
+    """Give every kernel to `take` as soon as it is found. `assume_gpu` has said for which GPU."""
+    from rapid_infer.ops.providers.triton.precompile import collect_launches
+
+    built = build.build_model(cls, checkpoint, config, META, model_config)
+    finalize(built.model)
+    build.allocate_caches(built.model, 1024, config.cache.block_size, META)
+    steps = _Steps(built, config)
+    with collect_launches(take), distinct_layers(built.model):
+        if config.cuda_graphs:
+            steps.run_graphs()
+        steps.run_eager()
+
+
+@dataclass
+class _Steps:
+    built: build.BuiltModel
+    config: EngineConfig
+
+    def __post_init__(self) -> None:
+        scheduler, self.max_model_len = self.config.scheduler, self.config.model.max_model_len
+        self.max_rows, self.max_tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+        groups, block_size = len(build.cache_groups(self.built.model)), self.config.cache.block_size
+        max_blocks = -(-self.max_model_len // block_size)
+        self.table = RequestTable(META, self.max_rows, groups, max_blocks, self.built.config.vocab_size)
+
+    def run_graphs(self) -> None:
+        """All that may ever be recorded."""
+        layout = Letter(self.max_rows, 1, self.max_tokens)
+        mailbox = Mailbox(META, layout, slots=2, table_shape=self.table.block_tables.shape)
+        graphs = GraphRunner(
+            self.built.model,
+            self.table,
+            mailbox,
+            self.built.ops,
+            _Rehearsal(),
+            block_size=self.config.cache.block_size,
+            max_model_len=self.max_model_len,
+        )
+        # The largest kernels are among those of the largest step.
+        for kind, size in product(graphs.kinds, reversed(graphs.token_sizes)):
+            graphs.capture_mixed(kind, size)
+        for size in reversed(graphs.sizes):
+            graphs.capture_decode(size)
+            # It makes no difference what kind of forward came before.
+            for features in (*CHOICES, *(TRUNCATIONS if size in (1, self.max_rows) else ())):
+                graphs.capture_finish(DECODE, size, features)
+
+    def run_eager(self) -> None:
+        """Beside recorded steps, those that score prompts, and the one that measures memory."""
+        step = EagerStep(self.built.model, self.table, self.config.cache.block_size, SamplingOps.bind(self.built.ops))
+        for plan in self._eager_plans():
+            arrays = [*step.arrays(plan), *RequestTable.delta(plan)]
+            inputs = step.inputs(plan, iter([torch.from_numpy(array).to(META) for array in arrays]))
+            step.finish(inputs, step.forward(inputs), plan)
+
+    def _eager_plans(self) -> Iterator[StepPlan]:
+        yield largest_step(self.max_rows, self.max_tokens, self.max_model_len)
+        for tokens in _sizes(self.max_tokens):
+            for rows in dict.fromkeys((1, min(tokens, self.max_rows))):
+                plan = replace(largest_step(rows, tokens, self.max_model_len), token_lists=None, features=GREEDY)
+                scored = np.arange(min(plan.num_tokens, SCORED_AT_ONCE), dtype=np.int32)
+                yield replace(plan, prompt_scores=PromptScores(scored, scored, 1))
+                if not self.config.cuda_graphs:
+                    for features in (*CHOICES, *TRUNCATIONS) if plan.max_query_len == 1 else (GREEDY,):
+                        yield replace(plan, features=features)
+
+
+def _sizes(limit: int) -> list[int]:
+    """Powers of two, where kernels choose, and numbers just above, which are odd."""
+    powers = [1 << power for power in range(limit.bit_length())]
+    return sorted({*powers, *(power + 1 for power in powers if power < limit), limit})
