@@ -35,7 +35,7 @@ examples
   the demo model, three starts:
     python benchmarks/bench_loading.py --starts 3
   shape by name with random weights, kernels compiled anew in the first start:
-    python benchmarks/bench_loading.py --model qwen3-8b --cold-triton --output results/start-8b.json
+    python benchmarks/bench_loading.py --model qwen3-8b --cold-kernels --output results/start-8b.json
   weights from files that it writes first (16 GB here), read from the disk in the first start:
     python benchmarks/bench_loading.py --model qwen3-8b --write-safetensors /data/bench --cold-files
 """
@@ -96,9 +96,9 @@ class Bench:
     def _start(self) -> dict[str, Any] | None:
         env = dict(os.environ)
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(BENCHMARKS), env.get("PYTHONPATH"))))
-        if self.ns.cold_triton:
+        if self.ns.cold_kernels:
             # The same folder for all starts: empty for the first one, filled by it for the others.
-            env["TRITON_CACHE_DIR"] = str(self.scratch / "triton")
+            env["TRITON_CACHE_DIR"] = str(self.scratch / "kernels")
         request = {"model": self.model, "kwargs": self.kwargs, "spawned": time.time()}
         command = [sys.executable, "-m", "common.start_once", json.dumps(request)]
         done = subprocess.run(command, env=env, capture_output=True, text=True)
@@ -133,7 +133,7 @@ class Bench:
             model={"name": self.ns.model, "weights": "checkpoint" if self.files else "random", "bytes": self.size},
             engine_options={"given": self.kwargs},
             command=command_line(),
-            workload={"starts": self.ns.starts, "cold_triton": self.ns.cold_triton, "cold_files": self.ns.cold_files},
+            workload={"starts": self.ns.starts, "cold_kernels": self.ns.cold_kernels, "cold_files": self.ns.cold_files},
             samples=[],
             metrics={"starts": starts, "disk": self.disk},
             created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -152,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--starts", type=options.positive, default=2, metavar="N", help="processes, in turn (default 2)")
     p.add_argument(
-        "--cold-triton", action="store_true", help="the first start finds no compiled kernels, the later ones its own"
+        "--cold-kernels", action="store_true", help="the first start finds no compiled kernels, the later ones its own"
     )
     p.add_argument("--cold-files", action="store_true", help="the first start reads the weights from the disk")
     p.add_argument(

@@ -20,6 +20,7 @@ COMMANDS: dict[str, str] = {
     "inspect": "rapid_infer.cli.inspect:inspect",
     "download": "rapid_infer.cli.download:download",
     "verify": "rapid_infer.cli.verify:verify",
+    "warm-up": "rapid_infer.cli.warm_up:warm_up",
     "doctor": "rapid_infer.cli.doctor:doctor",
 }
 """Command -> its function, or the Typer app of a group. The first line of its docstring is its line in `--help`."""

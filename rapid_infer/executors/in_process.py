@@ -119,6 +119,11 @@ class InProcessExecutor:
             return False
         return True
 
+    def late_graphs(self) -> tuple[int, float]:
+        """(CUDA graphs that were recorded after the start, seconds that took)."""
+        graphs = self.runner.graphs
+        return (0, 0.0) if graphs is None else (graphs.late.count, graphs.late.seconds)
+
     def close(self) -> None:
         """Drop model, graphs and caches."""
         self.runner.close()

@@ -82,7 +82,7 @@ class EngineServer:
         elif isinstance(message, GetStats):
             scheduler, cache = self.core.scheduler, self.core.cache
             counts = len(scheduler.running), len(scheduler.waiting), cache.num_free, cache.num_usable
-            self._send(messages.Stats(*counts))
+            self._send(messages.Stats(*counts, *self.core.executor.late_graphs()))
         else:
             raise ValueError(f"a front may not send {type(message).__name__} now")
 

@@ -110,12 +110,16 @@ class RequestRefused(msgspec.Struct, tag="refused"):
 
 
 class Stats(msgspec.Struct, tag="stats"):
-    """How busy the engine is."""
+    """How busy the engine is. `num_late_graphs`: CUDA graphs that were recorded while requests waited, and how long
+    they waited for it.
+    """
 
     num_running: int
     num_waiting: int
     num_free_blocks: int
     num_usable_blocks: int
+    num_late_graphs: int = 0
+    late_graph_seconds: float = 0.0
 
 
 class Died(msgspec.Struct, tag="died"):

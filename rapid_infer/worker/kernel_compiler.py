@@ -41,47 +41,50 @@ class KernelCompiler:
     def __init__(self, checkpoint: Path, entry: Entry, args: EngineArgs) -> None:
         self._entry, self._checkpoint = entry, checkpoint
         self._process: subprocess.Popen[bytes] | None = None
-        self._kernels: KernelList | None = None
+        self.kernels: KernelList | None = None
         if args.device.partition(":")[0] in ("auto", "cuda") and _gpu_may_be_here():
-            self._kernels = KernelList.of(use_kernel_cache(), checkpoint, entry, args)
+            self.kernels = KernelList.of(use_kernel_cache(), checkpoint, entry, args)
 
     def begin(self) -> None:
         """Start the process, which imports what it needs meanwhile."""
-        if self._kernels is not None and not self._kernels.complete():
-            self._spawn(self._kernels)
+        if self.kernels is not None and not self.kernels.complete():
+            self._spawn(self.kernels)
 
     def aim(self, config: EngineConfig, model_config: Any, gpu: GpuFacts | None) -> None:
         """Say what to compile for; `gpu` None: the engine runs elsewhere."""
-        if gpu is None or self._kernels is None or self._kernels.complete(gpu):
+        if gpu is None or self.kernels is None or self.kernels.complete(gpu):
             self.stop()
             return
-        process = self._process or self._spawn(self._kernels)
+        process = self._process or self._spawn(self.kernels)
         assert process.stdin is not None
         try:
             _send(process.stdin, _target(config, model_config, gpu))
         except OSError:
             logger.debug("the process that compiles kernels has ended early")
 
-    def wait(self, progress: Callable[[], AbstractContextManager[Show]]) -> None:
-        """Until all kernels are there; at once if they are."""
+    def wait(self, progress: Callable[[], AbstractContextManager[Show]]) -> Progress:
+        """Until all kernels are there, at once if they are. Returns how far it came, and the error if there was one."""
+        last = Progress()
         if self._process is None:
-            return
+            return last
         began = time.perf_counter()
         try:
             with progress() as show:
                 for word in _words(self._process):
-                    if word.error is not None:
-                        logger.warning(
-                            "kernels are compiled one after another, when they are first launched, since compiling "
-                            "them beforehand failed: %s",
-                            word.error,
-                        )
                     if word.failed is not None:
                         logger.debug("a kernel could not be compiled: %s", word.failed)
-                    show(word.done, word.total)
+                    last = word if word.error is None else msgspec.structs.replace(last, error=word.error)
+                    show(last.done, last.total)
         finally:
             self.stop()
-        logger.info("waited %.1f s for kernels to be compiled", time.perf_counter() - began)
+        if last.error is not None:
+            logger.warning(
+                "kernels are compiled one after another, when they are first launched, since compiling them beforehand "
+                "failed: %s",
+                last.error,
+            )
+        logger.info("waited %.1f s for %d kernels to be compiled", time.perf_counter() - began, last.total)
+        return last
 
     def stop(self) -> None:
         """End the process, whatever it does."""
@@ -153,7 +156,7 @@ def _gpu_may_be_here() -> bool:
     return (
         os.environ.get("TRITON_INTERPRET") != "1"
         and os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1")
-        and any(Path("/dev").glob("nvidia[0-9]*"))
+        and any((*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")))
         and find_spec("triton") is not None
     )
 

@@ -101,6 +101,9 @@ class FakeExecutor:
     def healthy(self) -> bool:
         return self.is_healthy
 
+    def late_graphs(self) -> tuple[int, float]:
+        return 0, 0.0
+
     def close(self) -> None:
         pass
 

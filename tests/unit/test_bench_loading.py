@@ -51,7 +51,7 @@ def test_bench_loading(tmp_path: Path) -> None:
     weight_files.write_checkpoint(CONFIG, tmp_path / "model")
     output = tmp_path / "loading.json"
     small = ["--threads", "1", "--kv-cache-memory-bytes", "1000000"]
-    cold = ["--cold-files", "--cold-triton"] if sys.platform == "linux" else ["--cold-triton"]
+    cold = ["--cold-files", "--cold-kernels"] if sys.platform == "linux" else ["--cold-kernels"]
     done = run("--model", tmp_path / "model", "--starts", "2", "--output", output, *small, *cold)
     assert done.returncode == 0, done.stderr + done.stdout
     found = Result.from_json(output.read_text())
