@@ -15,6 +15,7 @@ import torch
 
 from rapid_infer import LLM
 from rapid_infer.testing import TINY, GreedyRun, Oracle, make_checkpoint
+from rapid_infer.worker import kernel_compiler
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_lock import hold
@@ -61,6 +62,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compile_when_launched() -> Iterator[None]:
+    """Tests launch few of the kernels that a model may need, so compiling all beforehand would take longer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_compiler, "_gpu_may_be_here", lambda: False)
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

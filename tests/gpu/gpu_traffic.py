@@ -11,7 +11,7 @@ import torch
 
 from rapid_infer import LLM, SamplingParams
 from rapid_infer.outputs import RequestOutput, RequestOutputKind
-from rapid_infer.worker.graph_runner import DECODE, FRESH, GREEDY, MIXED, token_buckets
+from rapid_infer.worker.graph_runner import DECODE, GREEDY, MIXED
 
 VOCAB = 199
 
