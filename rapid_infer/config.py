@@ -32,7 +32,10 @@ class DeviceFacts:
 
 @dataclass(frozen=True)
 class CheckpointFacts:
-    """What config resolution needs to know of the checkpoint; dtype None when config.json names none."""
+    """What config resolution needs to know of the checkpoint; dtype None when config.json names none.
+
+    `max_position_embeddings` is the plugin's, which has lengthened config.json's by its RoPE scaling.
+    """
 
     max_position_embeddings: int
     dtype: str | None
@@ -185,8 +188,9 @@ class EngineArgs:
         max_model_len = self.max_model_len or checkpoint.max_position_embeddings
         if max_model_len > checkpoint.max_position_embeddings:
             raise ConfigError(
-                f"max_model_len={max_model_len} is more than the model's max_position_embeddings="
-                f"{checkpoint.max_position_embeddings}; use at most that"
+                f"max_model_len={max_model_len} is more than the {checkpoint.max_position_embeddings} positions of the "
+                "model (max_position_embeddings in config.json, and what RoPE scaling makes of it); use at most that, "
+                "or add to config.json the scaling that the model's authors recommend"
             )
         rows = self.max_num_seqs or (256 if on_gpu else 64)
         batched = self.max_num_batched_tokens or (8192 if on_gpu else 512)

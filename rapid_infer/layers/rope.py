@@ -13,7 +13,18 @@ from torch import Tensor
 from rapid_infer.errors import ConfigError
 from rapid_infer.layers.context import BuildContext
 
-TYPES = ("default", "linear", "llama3", "yarn")
+TYPES = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+}
+"""Of each type, the parameters that it needs and those that it may have. What else stands there has no meaning for it,
+here as in transformers.
+"""
 
 
 @dataclass(frozen=True)
@@ -35,22 +46,43 @@ class RopeConfig:
     ) -> RopeConfig:
         """From `rope_parameters` (rope_type, rope_theta, partial_rotary_factor, the type's own).
 
-        ConfigError if unsupported.
+        `max_positions` is config.json's max_position_embeddings. ConfigError for a type or value that is not supported.
         """
         kind = values.get("rope_type") or values.get("type") or "default"
-        if kind not in TYPES:
+        if not isinstance(kind, str) or kind not in TYPES:
             raise ConfigError(f"rope_type {kind!r} is not supported; expected one of {', '.join(TYPES)}")
-        given = {k: v for k, v in values.items() if isinstance(v, (int, float)) and v is not None}
-        theta = given.pop("rope_theta", 10000.0)
-        dim = int(head_dim * given.pop("partial_rotary_factor", 1.0))
-        if kind in ("llama3", "yarn"):
+        needed, optional = TYPES[kind]
+        given = dict(values)
+        if "original_max_position_embeddings" in needed:
             given.setdefault("original_max_position_embeddings", max_positions)
-        needed = {"linear": ["factor"], "yarn": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"]}
-        for name in needed.get(kind, []):
+        for name in needed:
             if name not in given:
                 raise ConfigError(f"rope_type {kind!r} needs {name!r}, got only {sorted(values)}")
-        scaling = tuple(sorted((k, float(v)) for k, v in given.items())) if kind != "default" else ()
-        return cls(float(theta), dim, kind, scaling, interleaved)
+        if kind == "yarn" and given["factor"] is None:
+            given["factor"] = max_positions / _number(given, "original_max_position_embeddings")
+        scaling = {name: _number(given, name) for name in needed}
+        for name in optional:
+            flag = name == "truncate"
+            # null is as good as absent, but a flag that is null counts as false in transformers: ask for a plain one.
+            if name in given and (flag or given[name] is not None):
+                scaling[name] = _number(given, name, positive=False, flag=flag)
+        theta = _number({"rope_theta": 10000.0, **given}, "rope_theta")
+        dim = int(head_dim * _number({"partial_rotary_factor": 1.0, **given}, "partial_rotary_factor"))
+        if dim % 2 or not 0 < dim <= head_dim:
+            raise ConfigError(f"config.json makes RoPE turn {dim} of {head_dim} features: expected an even number")
+        return cls(theta, dim, kind, tuple(sorted(scaling.items())), interleaved)
+
+    def context_length(self, max_position_embeddings: int) -> int:
+        """Tokens that the model is made for, where config.json has this `max_position_embeddings`.
+
+        Scaling lengthens the original context by its factor. Checkpoints with llama3 give the longer one themselves.
+        """
+        scaling = dict(self.scaling)
+        if self.type == "linear":
+            return int(max_position_embeddings * scaling["factor"])
+        if self.type == "yarn":
+            return int(scaling["original_max_position_embeddings"] * scaling["factor"])
+        return max_position_embeddings
 
     @property
     def score_factor(self) -> float:
@@ -88,8 +120,8 @@ def _yarn(plain: Tensor, values: dict[str, float], theta: float, dim: int) -> tu
     def dimension(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = dimension(values.get("beta_fast", 32.0))
-    high = dimension(values.get("beta_slow", 1.0))
+    low = dimension(values.get("beta_fast") or 32.0)
+    high = dimension(values.get("beta_slow") or 1.0)
     if values.get("truncate", 1.0):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
@@ -105,6 +137,15 @@ def _yarn(plain: Tensor, values: dict[str, float], theta: float, dim: int) -> tu
 
 def yarn_mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _number(values: Mapping[str, Any], name: str, positive: bool = True, flag: bool = False) -> float:
+    value = values[name]
+    good = isinstance(value, bool) if flag else isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not good or not math.isfinite(value) or value < 0 or (positive and value == 0):
+        expected = "true or false" if flag else f"a number {'>' if positive else '>='} 0"
+        raise ConfigError(f"config.json has {name}={value!r} among its RoPE parameters: expected {expected}")
+    return float(value)
 
 
 def rope_table(ctx: BuildContext, config: RopeConfig) -> Tensor:

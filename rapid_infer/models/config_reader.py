@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeVar
 
 from rapid_infer.errors import ConfigError
@@ -20,16 +21,25 @@ class ConfigReader:
     def __init__(self, hf_config: Any) -> None:
         inner = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
         self._get = inner.get if isinstance(inner, dict) else lambda name: getattr(inner, name, None)
-        self.source = type(hf_config).__name__
 
     def integer(self, name: str, default: int | None = _REQUIRED) -> int:
         return self._read(name, int, default)
+
+    def size(self, name: str, default: int | None = _REQUIRED) -> int:
+        """An integer that counts something there must be at least one of."""
+        value = self.integer(name, default)
+        if value is not None and value < 1:
+            raise ConfigError(f"config.json has {name}={value!r}: expected an integer >= 1")
+        return value
 
     def number(self, name: str, default: float | None = _REQUIRED) -> float:
         value = self._get(name)
         if isinstance(value, int) and not isinstance(value, bool):
             return float(value)
-        return self._read(name, float, default)
+        value = self._read(name, float, default)
+        if value is not None and not math.isfinite(value):
+            raise ConfigError(f"config.json has {name}={value!r}: expected a finite number")
+        return value
 
     def flag(self, name: str, default: bool | None = _REQUIRED) -> bool:
         return self._read(name, bool, default)
@@ -62,7 +72,9 @@ class ConfigReader:
 
     def rope_parameters(self) -> dict[str, Any]:
         """RoPE settings in the new form (`rope_parameters`), whichever form the config has."""
-        scaling = self._get("rope_parameters") or self._get("rope_scaling") or {}
+        scaling = self._get("rope_scaling") or self._get("rope_parameters") or {}
+        if not isinstance(scaling, dict):
+            raise ConfigError(f"config.json has RoPE parameters {scaling!r}: expected a JSON object")
         if any(isinstance(value, dict) for value in scaling.values()):
             raise ConfigError(f"config.json has RoPE parameters per layer type ({sorted(scaling)}): expected one set")
         merged = dict(scaling)
@@ -70,6 +82,10 @@ class ConfigReader:
             value = self._get(name)
             if value is not None:
                 merged.setdefault(name, value)
+        original = self._get("original_max_position_embeddings")
+        if original is not None:
+            # As in transformers, the one that stands outside counts more.
+            merged["original_max_position_embeddings"] = original
         return merged
 
 

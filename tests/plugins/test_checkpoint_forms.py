@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from rapid_infer import LLM
+from rapid_infer import LLM, SamplingParams
 from rapid_infer.errors import ConfigError
 from rapid_infer.testing import TINY, assert_close, assert_exact, forced_logits, make_checkpoint
 
@@ -24,6 +24,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "q_lora_rank": None}
+DENSE = {"num_key_value_heads": 4, "first_k_dense_replace": 2, "n_routed_experts": 8, "num_experts_per_tok": 3}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "num_hidden_layers": 3}
 
 
@@ -117,6 +119,24 @@ def test_old_and_new_config_are_the_same_model(model_type, overrides, tiny, open
     runs = new.oracle.clear_runs(LENGTHS, MAX_TOKENS)
     for model in (new, old):
         assert_exact(open_llm(model), runs)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "deepseek_v2"])
+def test_rope_scaling_lengthens_the_context(model_type, tiny, open_llm):
+    """Beyond max_position_embeddings, to the factor's length: by default, and to the last token."""
+    linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    updates = {"rope_parameters": linear, "max_position_embeddings": 30}
+    if model_type == "deepseek_v2":
+        model = tiny("deepseek_v2", {**LATENT, **DENSE, **updates})
+    else:
+        model = tiny(model_type, updates)
+    [run] = model.oracle.clear_runs([50], 10, seed=3)
+    llm = open_llm(model)
+    assert llm.engine.core.info.max_model_len == 60
+    output = llm.generate([run.prompt], SamplingParams(temperature=0, max_tokens=None))[0].outputs[0]
+    assert output.token_ids == run.tokens
+    with pytest.raises(ConfigError, match="max_model_len=61 is more than the 60 positions"):
+        LLM(str(model.path), device="cpu", skip_tokenizer_init=True, max_model_len=61)
 
 
 @pytest.mark.parametrize(

@@ -36,40 +36,42 @@ def read_config(hf_config: Any, *, v3: bool) -> DeepseekConfig:
     read.expect("hidden_act", "silu", default="silu")
     read.expect("attention_bias", False, default=False)
     read.expect("mlp_bias", False, default=False)
-    layers, moe_size = read.integer("num_hidden_layers"), read.integer("moe_intermediate_size")
-    first, every = read.integer("first_k_dense_replace", 0), read.integer("moe_layer_freq", 1)
+    layers, moe_size = read.size("num_hidden_layers"), read.size("moe_intermediate_size")
+    first, every = read.integer("first_k_dense_replace", 0), read.size("moe_layer_freq", 1)
     shared = read.integer("n_shared_experts", 0)
+    max_positions = read.size("max_position_embeddings")
+    attention = _attention(read, max_positions)
     return DeepseekConfig(
-        vocab_size=read.integer("vocab_size"),
-        hidden_size=read.integer("hidden_size"),
-        intermediate_size=read.integer("intermediate_size"),
+        vocab_size=read.size("vocab_size"),
+        hidden_size=read.size("hidden_size"),
+        intermediate_size=read.size("intermediate_size"),
         moe_intermediate_size=moe_size,
         shared_intermediate_size=shared * moe_size or None,
         num_hidden_layers=layers,
-        max_position_embeddings=read.integer("max_position_embeddings"),
+        max_position_embeddings=attention.rope.context_length(max_positions),
         rms_norm_eps=read.number("rms_norm_eps"),
         tie_word_embeddings=read.flag("tie_word_embeddings", False),
         sparse=tuple(i >= first and i % every == 0 for i in range(layers)),
         draft_layers=read.integer("num_nextn_predict_layers", 0),
-        attention=_attention(read),
+        attention=attention,
         router=_router(read, v3),
     )
 
 
-def _attention(read: ConfigReader) -> LatentAttentionConfig:
-    rope_dim, parameters = read.integer("qk_rope_head_dim"), read.rope_parameters()
+def _attention(read: ConfigReader, max_positions: int) -> LatentAttentionConfig:
+    rope_dim, parameters = read.size("qk_rope_head_dim"), read.rope_parameters()
     # The whole rope part is rotated; `head_dim` and a rotary factor speak of other layouts.
     parameters.pop("partial_rotary_factor", None)
     interleaved = read.flag("rope_interleave", True)
     return LatentAttentionConfig(
-        hidden_size=read.integer("hidden_size"),
-        num_attention_heads=read.integer("num_attention_heads"),
+        hidden_size=read.size("hidden_size"),
+        num_attention_heads=read.size("num_attention_heads"),
         q_lora_rank=read.optional_integer("q_lora_rank"),
-        kv_lora_rank=read.integer("kv_lora_rank"),
-        qk_nope_head_dim=read.integer("qk_nope_head_dim"),
+        kv_lora_rank=read.size("kv_lora_rank"),
+        qk_nope_head_dim=read.size("qk_nope_head_dim"),
         qk_rope_head_dim=rope_dim,
-        v_head_dim=read.integer("v_head_dim"),
-        rope=RopeConfig.read(parameters, rope_dim, read.integer("max_position_embeddings"), interleaved),
+        v_head_dim=read.size("v_head_dim"),
+        rope=RopeConfig.read(parameters, rope_dim, max_positions, interleaved),
     )
 
 
@@ -85,11 +87,11 @@ def _router(read: ConfigReader, v3: bool) -> RouterConfig:
         )
     grouped = method != GREEDY
     return RouterConfig(
-        num_experts=read.integer("n_routed_experts"),
-        top_k=read.integer("num_experts_per_tok"),
+        num_experts=read.size("n_routed_experts"),
+        top_k=read.size("num_experts_per_tok"),
         scoring=scoring,
-        groups=read.integer("n_group", 1) if grouped else 1,
-        top_groups=read.integer("topk_group", 1) if grouped else 1,
+        groups=read.size("n_group", 1) if grouped else 1,
+        top_groups=read.size("topk_group", 1) if grouped else 1,
         renormalize=read.flag("norm_topk_prob", v3),
         scale=read.number("routed_scaling_factor", 1.0),
         correction_bias=method == BIASED,

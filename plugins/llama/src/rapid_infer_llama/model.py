@@ -90,23 +90,24 @@ class LlamaForCausalLM(nn.Module):
     def read_config(hf_config: Any) -> LlamaConfig:
         read = ConfigReader(hf_config)
         read.expect("hidden_act", "silu", default="silu")
-        heads = read.integer("num_attention_heads")
-        head_dim = read.integer("head_dim", read.integer("hidden_size") // heads)
-        max_positions = read.integer("max_position_embeddings")
+        heads = read.size("num_attention_heads")
+        head_dim = read.size("head_dim", read.size("hidden_size") // heads)
+        max_positions = read.size("max_position_embeddings")
+        rope = RopeConfig.read(read.rope_parameters(), head_dim, max_positions)
         return LlamaConfig(
-            vocab_size=read.integer("vocab_size"),
-            hidden_size=read.integer("hidden_size"),
-            intermediate_size=read.integer("intermediate_size"),
-            num_hidden_layers=read.integer("num_hidden_layers"),
+            vocab_size=read.size("vocab_size"),
+            hidden_size=read.size("hidden_size"),
+            intermediate_size=read.size("intermediate_size"),
+            num_hidden_layers=read.size("num_hidden_layers"),
             num_attention_heads=heads,
-            num_key_value_heads=read.integer("num_key_value_heads", heads),
+            num_key_value_heads=read.size("num_key_value_heads", heads),
             head_dim=head_dim,
-            max_position_embeddings=max_positions,
+            max_position_embeddings=rope.context_length(max_positions),
             rms_norm_eps=read.number("rms_norm_eps"),
             attention_bias=read.flag("attention_bias", False),
             mlp_bias=read.flag("mlp_bias", False),
             tie_word_embeddings=read.flag("tie_word_embeddings", False),
-            rope=RopeConfig.read(read.rope_parameters(), head_dim, max_positions),
+            rope=rope,
         )
 
     def __init__(self, config: LlamaConfig, ctx: BuildContext) -> None:

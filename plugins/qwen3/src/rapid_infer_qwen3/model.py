@@ -61,26 +61,27 @@ def _read_windows(hf_config: Any, read: ConfigReader, layers: int) -> tuple[int 
 def read_fields(hf_config: Any, *, qwen3: bool) -> QwenConfig:
     read = ConfigReader(hf_config)
     read.expect("hidden_act", "silu", default="silu")
-    heads, layers = read.integer("num_attention_heads"), read.integer("num_hidden_layers")
-    head_dim = read.integer("head_dim", read.integer("hidden_size") // heads)
-    max_positions = read.integer("max_position_embeddings")
+    heads, layers = read.size("num_attention_heads"), read.size("num_hidden_layers")
+    head_dim = read.size("head_dim", read.size("hidden_size") // heads)
+    max_positions = read.size("max_position_embeddings")
+    rope = RopeConfig.read(read.rope_parameters(), head_dim, max_positions)
     bias = read.flag("attention_bias", False)
     return QwenConfig(
-        vocab_size=read.integer("vocab_size"),
-        hidden_size=read.integer("hidden_size"),
-        intermediate_size=read.integer("intermediate_size"),
+        vocab_size=read.size("vocab_size"),
+        hidden_size=read.size("hidden_size"),
+        intermediate_size=read.size("intermediate_size"),
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=read.integer("num_key_value_heads", heads),
+        num_key_value_heads=read.size("num_key_value_heads", heads),
         head_dim=head_dim,
-        max_position_embeddings=max_positions,
+        max_position_embeddings=rope.context_length(max_positions),
         rms_norm_eps=read.number("rms_norm_eps"),
         qkv_bias=bias if qwen3 else True,
         o_bias=bias if qwen3 else False,
         qk_norm=qwen3,
         tie_word_embeddings=read.flag("tie_word_embeddings", False),
         windows=_read_windows(hf_config, read, layers),
-        rope=RopeConfig.read(read.rope_parameters(), head_dim, max_positions),
+        rope=rope,
     )
 
 

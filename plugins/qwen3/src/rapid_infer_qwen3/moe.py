@@ -40,14 +40,14 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
         read = ConfigReader(hf_config)
         # Which layers a window is for is spelled in several ways, and no published checkpoint has one.
         read.expect("use_sliding_window", False, default=False)
-        step, dense = read.integer("decoder_sparse_step", 1), getattr(hf_config, "mlp_only_layers", None) or ()
+        step, dense = read.size("decoder_sparse_step", 1), getattr(hf_config, "mlp_only_layers", None) or ()
         return Qwen3MoeConfig(
             **vars(read_fields(hf_config, qwen3=True)),
-            moe_intermediate_size=read.integer("moe_intermediate_size"),
-            sparse=tuple(i not in dense and (i + 1) % step == 0 for i in range(read.integer("num_hidden_layers"))),
+            moe_intermediate_size=read.size("moe_intermediate_size"),
+            sparse=tuple(i not in dense and (i + 1) % step == 0 for i in range(read.size("num_hidden_layers"))),
             router=RouterConfig(
-                num_experts=read.integer("num_experts"),
-                top_k=read.integer("num_experts_per_tok"),
+                num_experts=read.size("num_experts"),
+                top_k=read.size("num_experts_per_tok"),
                 renormalize=read.flag("norm_topk_prob", False),
             ),
         )
