@@ -28,7 +28,7 @@ def main() -> None:
     from rapid_infer import LLM, SamplingParams, hub
 
     llm = LLM(args.model, num_threads=args.threads)
-    peer = AutoModelForCausalLM.from_pretrained(hub.resolve(args.model), dtype=torch.bfloat16)
+    peer = AutoModelForCausalLM.from_pretrained(hub.resolve(args.model), dtype=torch.bfloat16, trust_remote_code=False)
     params = SamplingParams(temperature=0, max_tokens=args.output_len, ignore_eos=True)
     rng = random.Random(1)
 

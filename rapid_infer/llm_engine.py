@@ -35,9 +35,10 @@ class LLMEngine:
     def __init__(self, model: str = "demo", **kwargs: Any) -> None:
         self.args = EngineArgs.from_kwargs(**kwargs)
         self.checkpoint, entry = locate(model, self.args)
+        # Before the weights, which take far longer.
+        self.tokenizer = None if self.args.skip_tokenizer_init else Tokenizer(self.checkpoint.path)
         self.core, self.config = build_core(self.checkpoint, entry, self.args)
         self.executor: Any = self.core.executor
-        self.tokenizer = None if self.args.skip_tokenizer_init else Tokenizer(self.checkpoint.path)
         self.inputs = InputProcessor(engine_facts(self.core, self.config, self.checkpoint), self.tokenizer)
         self.outputs = OutputProcessor(self.tokenizer)
 

@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             from transformers import AutoTokenizer
 
-            tokenizer = AutoTokenizer.from_pretrained(path)
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
             prompts = [tokenizer.encode(line) for line in args.prompts.read_text().splitlines() if line]
         report = compare(llm, oracle.greedy(prompts, args.max_tokens), args.model, args.oracle_dtype)
     finally:

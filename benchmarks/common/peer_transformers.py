@@ -26,9 +26,10 @@ class TransformersPeer:
         if dummy:
             torch.manual_seed(seed)
             with torch.device(device):
-                model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=wanted)
+                config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+                model: Any = AutoModelForCausalLM.from_config(config, dtype=wanted, trust_remote_code=False)
         else:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=wanted)
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=wanted, trust_remote_code=False)
         self.model: Any = model.to(device).eval()
         self.device = torch.device(device)
         # No stop token at all: `min_new_tokens` would give the same number of tokens, but cost a mask at every step.

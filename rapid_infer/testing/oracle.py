@@ -46,7 +46,7 @@ class Oracle:
         from transformers import AutoModelForCausalLM
 
         self.model: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, dtype), attn_implementation="eager"
+            path, dtype=getattr(torch, dtype), attn_implementation="eager", trust_remote_code=False
         ).eval()
         if hasattr(self.model, "set_experts_implementation"):
             self.model.set_experts_implementation("eager")

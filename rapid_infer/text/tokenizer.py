@@ -2,12 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rapid_infer.errors import ConfigError, RequestError
+from rapid_infer.models.checkpoint import read_checkpoint
 from rapid_infer.text.detokenizer import Detokenizer
+
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def _config(path: Path) -> Any:
+    """What transformers chooses the tokenizer's class by. A config.json that is wrong is for the engine to refuse."""
+    from transformers import PreTrainedConfig
+
+    try:
+        return read_checkpoint(path).hf_config
+    except ConfigError:
+        return PreTrainedConfig()
+
+
+def _has_any(path: Path, names: Iterable[str]) -> bool:
+    return any((path / name).is_file() for name in names)
+
+
+def _unusable(path: Path, why: str) -> ConfigError:
+    if "trust_remote_code" in why:
+        why = (
+            "tokenizer_config.json has auto_map, code in the checkpoint, which is never run; expected a tokenizer "
+            "class of transformers"
+        )
+    elif not _has_any(path, VOCABULARIES):
+        why = f"found none of {', '.join(VOCABULARIES)}"
+    elif not _has_any(path, ["tokenizer.json", "vocab.json"]):
+        why = (
+            f"tokenizer.model alone, a SentencePiece file, cannot be read here ({why}); `pip install sentencepiece` "
+            "lets transformers convert it"
+        )
+    return ConfigError(
+        f"no usable tokenizer in {path}: {why}; add tokenizer.json and tokenizer_config.json, or pass "
+        "skip_tokenizer_init=True and give token ids"
+    )
 
 
 class Tokenizer:
@@ -16,14 +52,22 @@ class Tokenizer:
     def __init__(self, path: Path | str) -> None:
         from transformers import AutoTokenizer
 
+        path = Path(path)
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(path)
+            self._tokenizer = AutoTokenizer.from_pretrained(path, config=_config(path), trust_remote_code=False)
         except Exception as error:
-            text = " ".join(str(error).split())
-            raise ConfigError(
-                f"no usable tokenizer in {path}: {text}; add tokenizer.json and tokenizer_config.json, or pass "
-                "skip_tokenizer_init=True and give token ids"
-            ) from error
+            raise _unusable(path, " ".join(str(error).split())) from error
+        if not _has_any(path, {*VOCABULARIES, *self._tokenizer.vocab_files_names.values()}):
+            # Some classes make an empty tokenizer of nothing.
+            raise _unusable(path, f"{type(self._tokenizer).__name__} found no vocabulary")
+        if not hasattr(self._tokenizer, "backend_tokenizer"):
+            raise _unusable(path, f"{type(self._tokenizer).__name__} is not made by the tokenizers library")
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Its end-of-sequence token, if it has one: what chat templates end a turn with."""
+        token = self._tokenizer.eos_token_id
+        return () if token is None else (token,)
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, with whatever the tokenizer itself puts before it: one BOS, for models that have one."""

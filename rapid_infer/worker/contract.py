@@ -72,8 +72,12 @@ def read_config(cls: Any, checkpoint: Checkpoint) -> Any:
     """The plugin's own configuration of a checkpoint. PluginError unless the engine can use it, ConfigError for sizes
     that no model has.
     """
+    hf_config = checkpoint.hf_config
     try:
-        config = cls.read_config(checkpoint.hf_config)
+        config = cls.read_config(hf_config)
+    except ConfigError as error:
+        # A plugin speaks of config.json and does not know where it is.
+        raise ConfigError(f"{checkpoint.path}: {error}") from error
     except RapidInferError:
         raise
     except Exception as error:
