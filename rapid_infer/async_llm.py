@@ -78,9 +78,9 @@ class AsyncLLM:
         except BaseException:
             self._process.stop(grace=0)
             raise
-        self.facts = ready.facts
         self.tokenizer = tokenizer
         self.inputs = InputProcessor(ready.facts, tokenizer)
+        self.facts = self.inputs.facts
         self.outputs = OutputProcessor(tokenizer)
         self._defaults = ready.defaults
         self._waiting: dict[str, _Waiting] = {}

@@ -21,7 +21,10 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What the front must know of the engine, which may be another process."""
+    """What the front must know of the engine, which may be another process.
+
+    `stop_token_ids` are the model's own; the front's are those and its tokenizer's, see `InputProcessor`.
+    """
 
     architecture: str
     dtype: str
@@ -37,7 +40,10 @@ class InputProcessor:
     """Tokenizes, validates, and numbers requests in order of arrival."""
 
     def __init__(self, facts: EngineFacts, tokenizer: Tokenizer | None) -> None:
-        self.facts = facts
+        stop = facts.stop_token_ids + (() if tokenizer is None else tokenizer.stop_token_ids)
+        # Files and tokenizers name ids that the model cannot give, -1 for none among them.
+        possible = tuple(token for token in dict.fromkeys(stop) if 0 <= token < facts.vocab_size)
+        self.facts = replace(facts, stop_token_ids=possible)
         self.tokenizer = tokenizer
         self._arrivals = 0
 
