@@ -150,6 +150,8 @@ def _grouped(tensors: list[dict[str, Any]]) -> list[list[str]]:
 def _print(found: Inspection) -> None:
     from rich.console import Console
 
+    from rapid_infer.loader.problems import group
+
     out, gib = console(), 1024**3
     facts: list[tuple[str, object]] = [
         ("architecture", found.architecture),
@@ -166,8 +168,9 @@ def _print(found: Inspection) -> None:
     print_table(out, rules, columns=["rule", "checkpoint", "model", "note"], title="remap rules")
     columns = ["tensors", "checkpoint", "shape", "dtype", "parameter"]
     print_table(out, _grouped(found.tensors), columns=columns, title="remap table")
-    for name, why in found.ignored.items():
-        out.print(f"ignored: {name} ({why})", markup=False)
+    for why in dict.fromkeys(found.ignored.values()):
+        for names in group(name for name, reason in found.ignored.items() if reason == why):
+            out.print(f"ignored: {names}: {why}", markup=False)
     if found.problems:
         Console(stderr=True).print(f"error: {found.problems}", markup=False, highlight=False, soft_wrap=True)
     else:

@@ -12,6 +12,7 @@ from torch import nn
 from rapid_infer.errors import WeightError
 from rapid_infer.layers.parameter import Part, Placement, parts_of, placement_of
 from rapid_infer.loader.causes import Evidence, likely_causes
+from rapid_infer.loader.computed import computed
 from rapid_infer.loader.coverage import Owned, owned_parameters
 from rapid_infer.loader.index_map import (
     Fetch,
@@ -158,7 +159,11 @@ class _Planner:
             shape = target.index.shape(info.shape) if target.index else info.shape
             pieces = self._pieces(target, shape)
         except KeyError:
-            self._problem(Kind.UNEXPECTED, info, self._homeless(target))
+            why = computed(info)
+            if why is None:
+                self._problem(Kind.UNEXPECTED, info, self._homeless(target))
+            else:
+                self.ignored[info.name] = why
             return
         except ValueError as error:
             self._problem(Kind.SHAPE, info, f"{error}, for {target.name}", info.shape)

@@ -63,6 +63,47 @@ def test_tied_checkpoint_that_ships_its_head(tiny, open_llm, tmp_path):
     assert_exact(open_llm(tmp_path), model.oracle.clear_runs(LENGTHS, MAX_TOKENS))
 
 
+def computed_tensors(prefix: str) -> dict[str, torch.Tensor]:
+    """What older libraries saved beside the weights of a model with two layers."""
+    mask = torch.ones(1, 1, 32, 32, dtype=torch.bool).tril()
+    tensors = {f"{prefix}rotary_emb.inv_freq": torch.rand(8)}
+    for layer in (f"{prefix}layers.{number}.self_attn" for number in range(2)):
+        tensors |= {f"{layer}.bias": mask.clone(), f"{layer}.masked_bias": torch.tensor(-1e4)}
+        tensors |= {f"{layer}.rotary_emb.{leaf}": torch.rand(32, 8) for leaf in ("cos_cached", "sin_cached")}
+        tensors[f"{layer}.rotary_emb.inv_freq"] = torch.rand(8)
+    return tensors
+
+
+@pytest.mark.parametrize("prefix", ["model.", ""])
+@pytest.mark.parametrize(("model_type", "suffix"), [("llama", "bin"), ("qwen2", "safetensors"), ("qwen3", "bin")])
+def test_rotary_tables_and_masks_in_the_file_change_nothing(
+    model_type, suffix, prefix, tiny, open_llm, tmp_path, capsys
+):
+    from safetensors.torch import load_file, save_file
+
+    from rapid_infer.cli import app
+
+    model = tiny(model_type)
+    weights = {
+        name.replace("model.", prefix, 1): tensor
+        for name, tensor in load_file(model.path / "model.safetensors").items()
+    }
+    weights |= computed_tensors(prefix)
+    if suffix == "bin":
+        torch.save(weights, tmp_path / "pytorch_model.bin")
+    else:
+        save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((model.path / "config.json").read_bytes())
+    assert_exact(open_llm(tmp_path), model.oracle.clear_runs(LENGTHS, MAX_TOKENS))
+    with pytest.raises(SystemExit) as left:
+        app.run(["inspect", str(tmp_path)])
+    assert not left.value.code
+    shown = capsys.readouterr().out.splitlines()
+    attention = f"ignored: {prefix}layers.{{0..1}}.self_attn"
+    assert f"{attention}.rotary_emb.cos_cached (2): rotary table, computed from the config" in shown
+    assert f"{attention}.bias (2): causal mask, computed" in shown
+
+
 @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("stored", ["bfloat16", "float16"])
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])

@@ -140,6 +140,18 @@ def rewritten(model: Any, to: Path, change: Any, config: dict[str, Any] | None =
     return to
 
 
+@pytest.mark.parametrize("name", ["v2", "v3", "qwen3-moe"])
+def test_rotary_tables_and_masks_in_the_file_change_nothing(name, tiny, open_llm, tmp_path):
+    def add(weights):
+        attention = "model.layers.1.self_attn"
+        weights[f"{attention}.rotary_emb.inv_freq"] = torch.rand(4)
+        weights["model.rotary_emb.sin_cached"] = torch.rand(8, 4)
+        weights[f"{attention}.bias"] = torch.ones(1, 1, 8, 8)
+
+    model = tiny(*MODELS[name])
+    assert_exact(open_llm(rewritten(model, tmp_path, add)), model.oracle.clear_runs(LENGTHS, MAX_TOKENS))
+
+
 GATE = "model.layers.1.mlp.gate"
 
 

@@ -248,6 +248,70 @@ def test_buffers_need_no_weights_and_take_none(tmp_path: Path) -> None:
     assert "model.inv_freq is a buffer, and buffers take no weights" in text
 
 
+ATTENTION = "model.layers.0.self_attn"
+MASK = torch.zeros(1, 1, 4, 4, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("model.rotary_emb.inv_freq", torch.zeros(2)),
+        ("rotary_emb.inv_freq", torch.zeros(2)),
+        ("layers.0.self_attn.rotary_emb.cos_cached", torch.zeros(1, 1, 4, 4)),
+        (f"{ATTENTION}.rotary_emb.inv_freq", torch.zeros(2)),
+        (f"{ATTENTION}.rotary_emb.cos_cached", torch.zeros(4, 4)),
+        (f"{ATTENTION}.rotary_emb.sin_cached", torch.zeros(4, 4)),
+        ("transformer.rotary_pos_emb.inv_freq", torch.zeros(2, dtype=torch.float16)),
+        (f"{ATTENTION}.bias", MASK),
+        (f"{ATTENTION}.bias", MASK.float()),
+        (f"{ATTENTION}.masked_bias", torch.tensor(-1e4)),
+        ("transformer.h.0.attn.masked_bias", torch.zeros(1)),
+        ("gpt_neox.layers.0.attention.bias", MASK),
+        ("transformer.h.0.attn.causal_mask", MASK),
+        ("embeddings.position_ids", torch.zeros(1, 4, dtype=torch.int64)),
+    ],
+)
+def test_tensors_that_are_known_to_be_computed_are_ignored(tmp_path: Path, name: str, tensor: torch.Tensor) -> None:
+    made = plan(tmp_path, checkpoint() | {name: tensor})
+    made.check()
+    assert list(made.ignored) == [name]
+    assert "computed" in made.ignored[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        (f"{ATTENTION}.bias", torch.zeros(HIDDEN)),
+        (f"{ATTENTION}.bias", torch.zeros(1, 1, 4, 5)),
+        (f"{ATTENTION}.bias", torch.zeros(4, 4)),
+        (f"{ATTENTION}.qkv_proj.bias", MASK),
+        (f"{ATTENTION}.masked_bias", torch.zeros(4)),
+        ("model.norm.bias", torch.zeros(1, 1, 4, 4)),
+        ("model.inv_freq", torch.zeros(2)),
+        ("model.rotary_emb.weight", torch.zeros(2)),
+        ("embeddings.position_ids", torch.zeros(1, 4)),
+    ],
+)
+def test_what_could_be_a_weight_is_never_taken_for_a_computed_one(
+    tmp_path: Path, name: str, tensor: torch.Tensor
+) -> None:
+    made = plan(tmp_path, checkpoint() | {name: tensor})
+    assert made.names(Kind.UNEXPECTED) == [name]
+    assert made.ignored == {}
+
+
+def test_a_parameter_under_a_computed_name_is_filled(tmp_path: Path) -> None:
+    model = Model()
+    model.model.rotary_emb, attention = nn.Module(), model.model.layers[0].self_attn
+    model.model.rotary_emb.inv_freq = empty(2)
+    attention.bias, attention.masked_bias = empty(1, 1, 4, 4), empty()
+    own = {"model.rotary_emb.inv_freq": torch.zeros(2), f"{ATTENTION}.bias": torch.zeros(1, 1, 4, 4)}
+    made = plan(tmp_path, checkpoint() | own | {f"{ATTENTION}.masked_bias": torch.zeros(())}, model)
+    made.check()
+    assert made.ignored == {}
+    assert set(own) < {copy.info.name for copy in made.copies}
+
+
 def test_a_parameter_that_wants_no_piece_is_not_missing(tmp_path: Path) -> None:
     class Computed(nn.Module):
         def __init__(self) -> None:

@@ -51,7 +51,6 @@ class DeepseekV2ForCausalLM(nn.Module):
         [
             rename("model", "", at_start=True),
             rename("lm_head", "head", at_start=True),
-            ignore("**.rotary_emb.inv_freq", "computed from the config"),
             stack(("q_proj", "q_a_proj", "kv_a_proj_with_mqa"), "qkv_a_proj", parts=("q", "q_a", "kv_a")),
             experts(("gate_proj", "up_proj"), "gate_up_proj"),
             experts("down_proj", "down_proj"),
