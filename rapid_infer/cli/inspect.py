@@ -35,6 +35,7 @@ class Inspection:
     remap: list[dict[str, str]]
     tensors: list[dict[str, Any]]
     ignored: dict[str, str]
+    untied: list[str]
     problems: str | None
 
 
@@ -80,18 +81,20 @@ def examine(model: str, **kwargs: Any) -> Inspection:
     built = build_model(model_class, checkpoint, short, "meta")
     groups = cache_groups(built.model)
     per_token = sum(group.bytes_per_token() for group in groups)
-    params = {id(p): p for p in built.model.parameters()}.values()
     tensors: list[dict[str, Any]] = []
     ignored: dict[str, str] = {}
+    untied: list[str] = []
     problems, count, nbytes = None, 0, 0
     try:
         inventory = Inventory.scan(checkpoint.path)
         count, nbytes = len(inventory.tensors), inventory.total_bytes
         plan = plan_load(built.model, built.model.weight_map, inventory)
-        tensors, ignored = _tensor_rows(built.model, plan), plan.ignored
+        tensors, ignored, untied = _tensor_rows(built.model, plan), plan.ignored, list(plan.untied)
         plan.check()
     except WeightError as error:
         problems = str(error)
+    # After the plan, which gives a head that only seemed to be tied a parameter of its own.
+    params = list(built.model.parameters())
     return Inspection(
         path=str(checkpoint.path),
         architecture=checkpoint.architecture,
@@ -110,6 +113,7 @@ def examine(model: str, **kwargs: Any) -> Inspection:
         remap=[dict(row._asdict()) for row in built.model.weight_map.rows()],
         tensors=tensors,
         ignored=ignored,
+        untied=untied,
         problems=problems,
     )
 
@@ -171,6 +175,8 @@ def _print(found: Inspection) -> None:
     for why in dict.fromkeys(found.ignored.values()):
         for names in group(name for name, reason in found.ignored.items() if reason == why):
             out.print(f"ignored: {names}: {why}", markup=False)
+    for name in found.untied:
+        out.print(f"untied: {name}: differs from what the config ties it to, and is used for its own", markup=False)
     if found.problems:
         Console(stderr=True).print(f"error: {found.problems}", markup=False, highlight=False, soft_wrap=True)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,11 +12,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from rapid_infer.loader.copies import Copy
 from rapid_infer.loader.index_map import Slices
 from rapid_infer.loader.inventory import Inventory, Reader
-from rapid_infer.loader.plan import Copy, plan_load
+from rapid_infer.loader.plan import plan_load
 from rapid_infer.loader.progress import Progress, silent
 from rapid_infer.loader.weight_map import WeightMap
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,8 @@ class LoadReport:
     """Checkpoint tensors of which this rank read something."""
     ignored: dict[str, str]
     """Checkpoint tensors that are not wanted, each with the reason."""
+    untied: tuple[str, ...] = ()
+    """Checkpoint tensors that differ from what the model tied them to, and got a parameter of their own."""
 
 
 def load_weights(
@@ -42,6 +48,12 @@ def load_weights(
     inventory = Inventory.scan(directory)
     plan = plan_load(model, weight_map, inventory)
     plan.check()
+    for name in plan.untied:
+        logger.warning(
+            "%s ties %s to another tensor, but the files hold both with different values: each is used for its own. "
+            "Set tie_word_embeddings to false in %s to silence this",
+            *(plan.directory / "config.json", name, plan.directory / "config.json"),
+        )
     done = 0
     read: dict[str, int] = {}
     with torch.no_grad(), (progress or silent)(plan.bytes_to_read) as advance:
@@ -54,7 +66,7 @@ def load_weights(
                     done += 1
     assert done == len(plan.copies), f"{done} of {len(plan.copies)} copies ran"
     finalize(model)
-    return LoadReport(sum(read.values()), time.perf_counter() - start, len(read), plan.ignored)
+    return LoadReport(sum(read.values()), time.perf_counter() - start, len(read), plan.ignored, plan.untied)
 
 
 def finalize(model: nn.Module) -> None:

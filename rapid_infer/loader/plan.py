@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,55 +12,16 @@ from rapid_infer.errors import WeightError
 from rapid_infer.layers.parameter import Part, Placement, parts_of, placement_of
 from rapid_infer.loader.causes import Evidence, likely_causes
 from rapid_infer.loader.computed import computed
+from rapid_infer.loader.copies import Copy
 from rapid_infer.loader.coverage import Owned, owned_parameters
-from rapid_infer.loader.index_map import (
-    Fetch,
-    IndexMap,
-    Section,
-    Shape,
-    Slices,
-    chain,
-    full_slices,
-    is_scalar,
-    sliced_shape,
-)
+from rapid_infer.loader.index_map import IndexMap, Section, Shape, chain, is_scalar, sliced_shape
 from rapid_infer.loader.inventory import Inventory, TensorInfo
 from rapid_infer.loader.problems import Kind, Problem, report, summary
+from rapid_infer.loader.ties import own_parameter, same_values, tied_names
 from rapid_infer.loader.weight_map import TIED, Ignored, Target, WeightMap
 
 CASTABLE = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
 """Types that may be cast into one another; any other type must match exactly."""
-
-
-@dataclass(frozen=True)
-class Copy:
-    """One copy: a slice of tensor `info`, laid out by `index`, into the region that `placement` names."""
-
-    info: TensorInfo
-    placement: Placement
-    index: IndexMap | None = None
-
-    def read(self, fetch: Fetch) -> torch.Tensor:
-        """The values to write, in the checkpoint's type; `fetch(slices)` reads a slice of the stored tensor."""
-        stored = self.info.shape
-        piece = self.index.shape(stored) if self.index else stored
-        # A single value fits whatever its shape is called: [] or [1].
-        source = full_slices(self.placement.source if piece == self.placement.shape else (), piece)
-        return self.index.read(fetch, stored, source) if self.index else fetch(source)
-
-    def nbytes(self) -> int:
-        """Bytes that `read` fetches from the file."""
-        if self.index is None and self.info.shape == self.placement.shape:
-            return math.prod(sliced_shape(self.placement.source, self.info.shape)) * self.info.dtype.itemsize
-        stored = torch.empty(self.info.shape, dtype=self.info.dtype, device="meta")
-        fetched: list[int] = []
-
-        def count(cut: Slices) -> torch.Tensor:
-            fetched.append(stored[cut].nbytes)
-            return stored[cut]
-
-        self.read(count)
-        return sum(fetched)
 
 
 @dataclass(frozen=True)
@@ -74,6 +34,8 @@ class LoadPlan:
     """In the order of files and of data within a file."""
     ignored: dict[str, str]
     """Checkpoint tensors that are not wanted, each with the reason."""
+    untied: tuple[str, ...]
+    """Checkpoint tensors that got a parameter of their own, because they differ from what the model tied them to."""
     problems: tuple[Problem, ...]
     causes: tuple[str, ...]
     """Likely causes of the problems, each with what to do."""
@@ -96,8 +58,9 @@ class LoadPlan:
 def plan_load(model: nn.Module, weight_map: WeightMap, inventory: Inventory) -> LoadPlan:
     """Finds a home for every tensor of `inventory` in `model`, whose parameters may be on the meta device.
 
-    Reads no weights and raises nothing for a checkpoint that does not fit: call `check` on the result. Every parameter
-    counts, a shared one once; buffers take no weights.
+    Reads no weights but those of ties, and raises nothing for a checkpoint that does not fit: call `check` on the
+    result. Every parameter counts, a shared one once; buffers take no weights. Where a checkpoint holds both tensors of
+    a tie and they differ, the source gets a parameter of its own in `model`.
     """
     return _Planner(model, weight_map, inventory).run()
 
@@ -109,16 +72,17 @@ class _Planner:
     inventory: Inventory
     copies: list[Copy] = field(default_factory=list)
     ignored: dict[str, str] = field(default_factory=dict)
+    untied: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.modules = dict(self.model.named_modules(remove_duplicate=False))
         self.owned = owned_parameters(self.model)
-        self.tied = _tied_names(self.modules, self.weight_map)
+        self.tied = tied_names(self.modules, self.weight_map.ties)
 
     def run(self) -> LoadPlan:
         repeats = [info for info in self.inventory.tensors.values() if not self._place(info)]
-        self._fill_from_ties(repeats)
+        self._place_repeats(repeats)
         self._find_gaps()
         order = {file: position for position, file in enumerate(self.inventory.files)}
         self.copies.sort(key=lambda copy: (order[copy.info.file], copy.info.offset))
@@ -127,6 +91,7 @@ class _Planner:
             model=type(self.model).__name__,
             copies=tuple(self.copies),
             ignored=self.ignored,
+            untied=tuple(self.untied),
             problems=tuple(self.problems),
             causes=tuple(likely_causes(self._evidence())) if self.problems else (),
             bytes_to_read=sum(copy.nbytes() for copy in self.copies),
@@ -135,7 +100,7 @@ class _Planner:
     def _place(self, info: TensorInfo) -> bool:
         """Plans one tensor; False when it repeats a tied parameter and is left for later."""
         resolved = self.weight_map.resolve(info.name, self.tied)
-        if resolved == TIED:
+        if resolved is TIED:
             return False
         if isinstance(resolved, Ignored):
             self.ignored[info.name] = resolved.why
@@ -144,15 +109,41 @@ class _Planner:
             self._place_target(info, target)
         return True
 
-    def _fill_from_ties(self, repeats: list[TensorInfo]) -> None:
-        """A checkpoint may hold a tied parameter under its second name only; then that one fills it."""
+    def _place_repeats(self, repeats: list[TensorInfo]) -> None:
+        """Tensors of tie sources: each fills what nothing else does, is skipped where it says the same, else unties."""
+        targets = {info.name: self._untied_targets(info) for info in repeats}
+        twice = [(info, target) for info in repeats for target in targets[info.name] if self._filled(target)]
+        for info, target in twice:
+            if target.name in self.tied and not self._repeats(info, target):
+                self._untie(info, target)
+        same = {target.name for _, target in twice if target.name in self.tied}
         for info in repeats:
-            targets = self.weight_map.resolve(info.name)
-            if isinstance(targets, Ignored) or all(self._filled(target) for target in targets):
+            wanted = [target for target in targets[info.name] if target.name not in same]
+            if not wanted:
                 self.ignored[info.name] = TIED.why
-                continue
-            for target in targets:
+            for target in wanted:
                 self._place_target(info, target)
+
+    def _untied_targets(self, info: TensorInfo) -> list[Target]:
+        targets = self.weight_map.resolve(info.name)
+        assert not isinstance(targets, Ignored), f"{info.name} is tied, and so has a target"
+        return targets
+
+    def _repeats(self, info: TensorInfo, target: Target) -> bool:
+        """Whether `info` holds the values that fill the tied parameter already."""
+        try:
+            pieces = self._pieces(target, target.index.shape(info.shape) if target.index else info.shape)
+        except ValueError:
+            return False
+        mine = [Copy(info, placement, index) for _, index, placement in pieces if placement is not None]
+        return all(any(same_values(copy, other, self.inventory) for other in self.copies) for copy in mine)
+
+    def _untie(self, info: TensorInfo, target: Target) -> None:
+        module = self.modules[target.path]
+        param = own_parameter(module, target.leaf)
+        self.owned[id(param)] = Owned(target.name, param, tuple(parts_of(module, target.leaf)))
+        self.tied -= {target.name}
+        self.untied.append(info.name)
 
     def _place_target(self, info: TensorInfo, target: Target) -> None:
         try:
@@ -261,22 +252,11 @@ class _Planner:
         def fits(name: str) -> bool:
             targets = self.weight_map.resolve(name, self.tied)
             if isinstance(targets, Ignored):
-                return targets == TIED
+                return targets is TIED
             return all(self._owner(target) is not None and not self._filled(target) for target in targets)
 
         names = tuple(owner.name for owner in self.owned.values())
         return Evidence(tuple(self.problems), self.inventory.tensors, names, self.weight_map.ties, fits)
-
-
-def _tied_names(modules: dict[str, nn.Module], weight_map: WeightMap) -> frozenset[str]:
-    """Parameters of tie sources that are the very Parameter of the tie's target."""
-    names = set()
-    for rule in weight_map.ties:
-        source, target = modules.get(rule.source), modules.get(rule.target)
-        if source is not None and target is not None:
-            shared = {id(param) for param in target._parameters.values() if param is not None}
-            names |= {f"{rule.source}.{leaf}" for leaf, param in source._parameters.items() if id(param) in shared}
-    return frozenset(names)
 
 
 def _sections(parts: list[Shape], whole: Shape) -> list[Section]:

@@ -311,8 +311,9 @@ def ignore(pattern: str, why: str) -> Ignore:
 def tie(source_module: str, target_module: str) -> Tie:
     """The tensors of `source_module` repeat those of `target_module` when the model shares one Parameter between them.
 
-    Both are module paths of the model. They are then skipped as "tied", unless the checkpoint has only the source's;
-    a model that does not share the parameter is not affected. PluginError: both are the same module.
+    Both are module paths of the model. They are then skipped as "tied", unless the checkpoint has only the source's, or
+    both with different values: then the source gets a parameter of its own, whatever the config says. A model that does
+    not share the parameter is not affected. PluginError: both are the same module.
     """
     if source_module == target_module:
         raise PluginError(f"tie({source_module!r}, {target_module!r}): a module cannot be tied to itself")

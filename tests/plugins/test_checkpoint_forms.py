@@ -50,17 +50,30 @@ def test_weight_files(options, files, tied, tiny, open_llm):
     assert_exact(open_llm(stored), runs)
 
 
-def test_tied_checkpoint_that_ships_its_head(tiny, open_llm, tmp_path):
+@pytest.mark.parametrize("same", [True, False], ids=["same", "another"])
+@pytest.mark.parametrize(("model_type", "suffix"), [("llama", "safetensors"), ("qwen2", "bin")])
+def test_tied_checkpoint_that_ships_its_head(model_type, suffix, same, tiny, open_llm, tmp_path):
     from safetensors.torch import load_file, save_file
 
-    model = tiny("llama", {"tie_word_embeddings": True})
+    from rapid_infer.cli.inspect import examine
+    from rapid_infer.testing import Oracle
+
+    model = tiny(model_type, {"tie_word_embeddings": True})
     weights = load_file(model.path / "model.safetensors")
     assert "lm_head.weight" not in weights
-    save_file(
-        {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors"
-    )
+    head = weights["model.embed_tokens.weight"].clone()
+    weights["lm_head.weight"] = head if same else -head.roll(1, 0)
+    if suffix == "bin":
+        torch.save(weights, tmp_path / "pytorch_model.bin")
+    else:
+        save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_bytes((model.path / "config.json").read_bytes())
-    assert_exact(open_llm(tmp_path), model.oracle.clear_runs(LENGTHS, MAX_TOKENS))
+    oracle = model.oracle if same else Oracle(tmp_path)
+    assert_exact(open_llm(tmp_path), oracle.clear_runs(LENGTHS, MAX_TOKENS))
+    found = examine(str(tmp_path), device="cpu")
+    assert found.untied == ([] if same else ["lm_head.weight"])
+    tied = examine(str(model.path), device="cpu")
+    assert found.parameters - tied.parameters == (0 if same else TINY["vocab_size"] * TINY["hidden_size"])
 
 
 def computed_tensors(prefix: str) -> dict[str, torch.Tensor]:

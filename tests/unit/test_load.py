@@ -254,16 +254,37 @@ def test_a_scalar_that_the_layer_calls_a_vector(tmp_path: Path) -> None:
 
 def test_tied(tmp_path: Path) -> None:
     tensors = checkpoint()
+    tensors["lm_head.weight"] = tensors["embed.weight"].clone()
     model = Model(tied=True)
     save(tmp_path, tensors)
     report = load_weights(model, TABLE, tmp_path)
-    assert report.ignored == {"lm_head.weight": "tied"}
+    assert (report.ignored, report.untied) == ({"lm_head.weight": "tied"}, ())
     assert model.lm_head.weight is model.embed.weight
-    check(model, expected(tensors) | {"lm_head.weight": tensors["embed.weight"]})
+    check(model, expected(tensors))
     save(tmp_path, {name: tensor for name, tensor in tensors.items() if name != "embed.weight"})
     model = Model(tied=True)
     load_weights(model, TABLE, tmp_path)
     assert torch.equal(model.embed.weight, tensors["lm_head.weight"])
+
+
+@pytest.mark.parametrize("write", [save, save_sharded, save_bin])
+@pytest.mark.parametrize("chunk", [1, 3 * 4 * HIDDEN, 1 << 26])
+def test_a_tie_of_tensors_that_differ_in_one_value_is_undone(
+    tmp_path: Path, write, chunk: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rapid_infer.loader.ties.CHUNK_BYTES", chunk)
+    tensors = checkpoint()
+    tensors["lm_head.weight"] = tensors["embed.weight"].clone()
+    tensors["lm_head.weight"][-1, -1] += 1
+    write(tmp_path, tensors)
+    model = Model(tied=True)
+    report = load_weights(model, TABLE, tmp_path)
+    assert (report.ignored, report.untied) == ({}, ("lm_head.weight",))
+    assert model.lm_head.weight is not model.embed.weight
+    check(model, expected(tensors))
+    (said,) = caplog.messages
+    assert "ties lm_head.weight to another tensor" in said
+    assert "tie_word_embeddings" in said
 
 
 def test_a_padded_parameter_keeps_its_padding(tmp_path: Path) -> None:

@@ -351,6 +351,95 @@ def test_either_name_of_a_tied_parameter_will_do(tmp_path: Path, present: str) -
     assert offsets == sorted(offsets)
 
 
+@pytest.mark.parametrize(
+    ("head", "rule"),
+    [
+        (torch.ones(VOCAB, HIDDEN), []),
+        (torch.ones(HIDDEN, VOCAB), [rename("lm_head", "lm_head", at_start=True, index=transpose())]),
+        # Equal in the model's type is equal.
+        (torch.ones(VOCAB, HIDDEN, dtype=torch.float64) + 1e-12, []),
+        (torch.ones(VOCAB, HIDDEN, dtype=torch.bfloat16), []),
+    ],
+    ids=["same", "transposed", "wider", "narrower"],
+)
+def test_ties_are_compared_by_value_in_the_type_and_layout_of_the_model(
+    tmp_path: Path, head: torch.Tensor, rule: list
+) -> None:
+    tensors = checkpoint() | {"model.embed_tokens.weight": torch.ones(VOCAB, HIDDEN), "lm_head.weight": head}
+    model = Model(tied=True)
+    made = plan(tmp_path, tensors, model, WeightMap(rule) + TABLE)
+    made.check()
+    assert (made.ignored, made.untied) == ({"lm_head.weight": "tied"}, ())
+    head[-1, -1] = 2
+    made = plan(tmp_path, tensors, model, WeightMap(rule) + TABLE)
+    made.check()
+    assert (made.ignored, made.untied) == ({}, ("lm_head.weight",))
+    assert made.bytes_to_read == sum(tensor.nbytes for tensor in tensors.values())
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_unties_where_any_row_differs(tmp_path: Path, rank: int) -> None:
+    model = nn.Module()
+    model.embed, model.head = (Rows({None: VOCAB}, HIDDEN, rank, 2) for _ in range(2))
+    model.head.weight = model.embed.weight
+    tensors = {"embed.weight": torch.zeros(VOCAB, HIDDEN), "head.weight": torch.zeros(VOCAB, HIDDEN)}
+    assert plan(tmp_path, tensors, model, WeightMap([tie("head", "embed")])).untied == ()
+    tensors["head.weight"][-1] = 1
+    made = plan(tmp_path, tensors, model, WeightMap([tie("head", "embed")]))
+    made.check()
+    assert made.untied == ("head.weight",)
+
+
+def test_a_tied_head_of_another_shape_is_a_problem(tmp_path: Path) -> None:
+    made = plan(tmp_path, checkpoint() | {"lm_head.weight": torch.zeros(VOCAB + 1, HIDDEN)}, Model(tied=True))
+    assert "checkpoint [13, 8], model [12, 8] for lm_head.weight" in refusal(made)
+
+
+@pytest.mark.parametrize("present", [(), ("a",), ("b",), ("a", "b")])
+@pytest.mark.parametrize("second", [0.0, 1.0], ids=["equal", "other"])
+def test_each_part_of_a_tensor_that_repeats_several_is_settled_on_its_own(
+    tmp_path: Path, present: tuple[str, ...], second: float
+) -> None:
+    model = nn.Module()
+    model.a, model.b, model.head_a, model.head_b = (plain(2, 2) for _ in range(4))
+    model.head_a.weight, model.head_b.weight = model.a.weight, model.b.weight
+    table = WeightMap([split("heads", [("head_a", None), ("head_b", None)]), tie("head_a", "a"), tie("head_b", "b")])
+    heads = torch.cat([torch.zeros(2, 2), torch.full((2, 2), second)])
+    tensors = {"heads.weight": heads} | {f"{name}.weight": torch.zeros(2, 2) for name in present}
+    made = plan(tmp_path, tensors, model, table)
+    made.check()
+    untied = bool(second) and "b" in present
+    assert made.untied == (("heads.weight",) if untied else ())
+    assert (model.head_b.weight is model.b.weight) is not untied
+    assert model.head_a.weight is model.a.weight
+    assert made.ignored == ({"heads.weight": "tied"} if len(present) == 2 and not untied else {})
+
+
+@pytest.mark.parametrize(
+    ("names", "untied"),
+    [
+        (("q_head", "k_head"), ()),
+        (("q_embed", "k_embed"), ()),
+        (("q_head", "k_head", "q_embed", "k_embed"), ("k_head.weight",)),
+        (("head", "q_embed", "k_embed"), ("head.weight",)),
+        (("q_head", "k_head", "embed"), ("k_head.weight",)),
+    ],
+)
+def test_a_head_in_pieces(tmp_path: Path, names: tuple[str, ...], untied: tuple[str, ...]) -> None:
+    values = {name: torch.zeros(2, 2) for name in names} | {"k_head": torch.ones(2, 2)}
+    values |= {"head": torch.tensor([[0.0, 0], [0, 0], [1, 1], [1, 1]]), "embed": torch.zeros(4, 2)}
+    table = WeightMap(
+        [stack(("q_head", "k_head"), "head", "qk"), stack(("q_embed", "k_embed"), "embed", "qk"), tie("head", "embed")]
+    )
+    model = nn.Module()
+    model.embed, model.head = (Rows({"q": 2, "k": 2}, 2) for _ in range(2))
+    model.head.weight = model.embed.weight
+    made = plan(tmp_path, {f"{name}.weight": values[name] for name in names}, model, table)
+    made.check()
+    assert made.untied == untied
+
+
 def test_untied_models_take_both(tmp_path: Path) -> None:
     made = plan(tmp_path, checkpoint())
     made.check()
