@@ -325,3 +325,17 @@ def test_without_chunked_prefill_the_longest_prompt_has_room_beside_rows_that_de
     scheduler = args.resolve(CheckpointFacts(8192, "float32"), DeviceFacts("cpu", True, 1 << 40)).scheduler
     assert scheduler.max_num_batched_tokens == 4096 + 16
     assert scheduler.max_num_seqs == 16
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "wanted"), [(33, 32, 32), (32, 32, None), (31, 32, None), (None, 8, 8), (None, None, None)]
+)
+def test_there_are_no_more_rows_than_tokens_in_a_step(rows: int | None, tokens: int | None, wanted: int | None) -> None:
+    """A row without a share of the budget would wait until an earlier one ends; what was changed is said."""
+    args = EngineArgs(max_num_seqs=rows, max_num_batched_tokens=tokens)
+    config = args.resolve(CheckpointFacts(8192, "float32"), DeviceFacts("cpu", True, 1 << 40))
+    asked = rows or 64
+    note = f"max_num_seqs lowered from {asked} to max_num_batched_tokens={tokens}"
+    assert config.scheduler.max_num_seqs == (wanted or asked)
+    assert config.scheduler.max_num_batched_tokens == (tokens or 512)
+    assert config.notes == ((note,) if wanted else ())
