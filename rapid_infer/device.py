@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from rapid_infer.config import DeviceFacts
 from rapid_infer.errors import ConfigError
@@ -29,6 +31,7 @@ _assumed: list[GpuFacts] = []
 def assume_gpu(facts: GpuFacts) -> None:
     """From here on tensors on "meta" stand for tensors on such a GPU, which this process need not have."""
     _assumed[:] = [facts]
+    gpu_facts.cache_clear()
 
 
 @cache
@@ -42,6 +45,24 @@ def gpu_facts(device: torch.device) -> GpuFacts | None:
         return None
     found = torch.cuda.get_device_properties(device)
     return GpuFacts(found.name, (found.major, found.minor), found.multi_processor_count)
+
+
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+class CgroupFiles(NamedTuple):
+    """Where a version of cgroups says how much memory a group may take, takes, and could give back."""
+
+    folder: str
+    limit: str
+    used: str
+    reclaimable: tuple[str, ...]
+
+
+CGROUP_V1 = CgroupFiles(
+    "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")
+)
+CGROUP_V2 = CgroupFiles("", "memory.max", "memory.current", ("active_file", "inactive_file", "slab_reclaimable"))
 
 
 def probe(device: str = "auto") -> DeviceFacts:
@@ -87,10 +108,54 @@ def physical_cores() -> int:
 
 
 def available_host_memory() -> int:
-    """Bytes of memory a new process could take, by /proc/meminfo where there is one, else half of the machine's."""
+    """Bytes of memory that this process could take, or half of the machine's where the system does not tell."""
+    return _known_host_memory() or _machine_memory() // 2
+
+
+def host_memory_limit() -> int:
+    """The same, but all of the machine's where the system does not tell: more than that can never be had."""
+    return _known_host_memory() or _machine_memory()
+
+
+def _machine_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _known_host_memory() -> int | None:
+    """MemAvailable, which counts page cache that can be given back, within what the process's cgroups have left."""
     try:
-        with open("/proc/meminfo") as f:
-            fields = dict(line.split(":", 1) for line in f)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        fields = dict(line.split(":", 1) for line in (PROC / "meminfo").read_text().splitlines())
+        available = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError, IndexError):
+        return None
+    return max(min([available, *_cgroup_rooms()]), 1)
+
+
+def _cgroup_rooms() -> Iterator[int]:
+    """Bytes that each memory cgroup above this process would still give it, page cache taken back."""
+    try:
+        lines = (PROC / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        files = CGROUP_V1 if controllers else CGROUP_V2
+        base = CGROUPS / files.folder
+        # In a container the path may be the host's, and the mount the container's own group: then the base holds it.
+        inner = Path(path.strip("/"))
+        for folder in (base / inner, *(base / parent for parent in inner.parents)):
+            room = _room(folder, files)
+            if room is not None:
+                yield room
+
+
+def _room(folder: Path, files: CgroupFiles) -> int | None:
+    """None without a limit."""
+    try:
+        limit, used = (int((folder / name).read_text()) for name in (files.limit, files.used))
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    return limit - used + sum(int(stat.get(name, 0)) for name in files.reclaimable)

@@ -16,6 +16,7 @@ from rapid_infer.engine.step_plan import RowMasks, StepPlan, StepResult
 from rapid_infer.models.checkpoint import Checkpoint
 from rapid_infer.profiling import traced
 from rapid_infer.worker import build
+from rapid_infer.worker.capacity import check_memory, refuses_out_of_memory
 from rapid_infer.worker.contract import try_forward
 from rapid_infer.worker.kernel_compiler import KernelCompiler, terminal_count
 from rapid_infer.worker.memory import MemoryProfile, measure
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 class InProcessExecutor:
     """Builds and loads the model on construction. `cls` is the plugin's model class."""
 
+    @refuses_out_of_memory
     def __init__(
         self, cls: Any, checkpoint: Checkpoint, config: EngineConfig, compiler: KernelCompiler | None = None
     ) -> None:
@@ -36,6 +38,7 @@ class InProcessExecutor:
         model_config = cls.read_config(checkpoint.hf_config)
         if compiler is not None:
             compiler.aim(config, model_config, gpu_facts(device))
+        check_memory(cls, checkpoint, config)
         self.built = build.build_model(cls, checkpoint, config, device, model_config)
         build.load(self.built, checkpoint, config)
         groups = build.cache_groups(self.built.model)
@@ -53,8 +56,7 @@ class InProcessExecutor:
         if compiler is not None:
             self._wait_for_kernels(compiler)
         self.memory = self._profile(config) if device.type == "cuda" else None
-        spare = None if self.memory is None else self.memory.cache
-        self.cache_plan, max_model_len = build.plan_cache(config, groups, spare)
+        self.cache_plan, max_model_len = build.plan_cache(config, groups, self.memory)
         build.allocate_caches(self.built.model, self.cache_plan.num_blocks, self.cache_plan.block_size, device)
         if self.memory is None:
             try_forward(self.runner, checkpoint.architecture)

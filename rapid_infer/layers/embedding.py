@@ -98,6 +98,12 @@ class LMHead(VocabShard):
                 # A second copy: an embedding that shares the matrix, and chosen rows, need it as it was.
                 self._packed[prepare] = prepare(self.weight.data[: self.stop - self.start])
 
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the second copies that `finalize_weights` makes of the matrix."""
+        copies = {op.prepare for op in (self._scores, self._best) if op.prepare is not None}
+        return len(copies) * self.weight.nbytes
+
     def _operand(self, op: BoundOp) -> Tensor:
         packed = None if op.prepare is None else self._packed.get(op.prepare)
         return self.weight[: self.stop - self.start] if packed is None else packed

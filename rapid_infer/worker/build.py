@@ -14,7 +14,7 @@ from rapid_infer.cache.budget import GIB, CachePlan, fit_model_len, plan_blocks
 from rapid_infer.cache.spec import CacheGroup, CacheSpec, blocks_for
 from rapid_infer.config import EngineConfig
 from rapid_infer.device import available_host_memory, gpu_facts
-from rapid_infer.errors import PluginError
+from rapid_infer.errors import ConfigError, PluginError
 from rapid_infer.layers.attention import CachedModule
 from rapid_infer.layers.context import BuildContext
 from rapid_infer.layers.linear import Linear
@@ -24,6 +24,7 @@ from rapid_infer.ops.registry import OpResolver
 from rapid_infer.profiling import traced
 from rapid_infer.quant import select_scheme
 from rapid_infer.worker.contract import check_model
+from rapid_infer.worker.memory import MORE_ROOM, MemoryProfile
 
 logger = logging.getLogger(__name__)
 
@@ -129,10 +130,23 @@ def cache_budget(config: EngineConfig, groups: Sequence[CacheGroup], spare: int 
     return max(min(useful, spare), 0)
 
 
-def plan_cache(config: EngineConfig, groups: Sequence[CacheGroup], spare: int | None = None) -> tuple[CachePlan, int]:
-    """(plan, max_model_len). ConfigError, with the arithmetic, when one request of the wanted length cannot fit."""
+def plan_cache(
+    config: EngineConfig, groups: Sequence[CacheGroup], memory: MemoryProfile | None = None
+) -> tuple[CachePlan, int]:
+    """(plan, max_model_len); `memory` is what a GPU was measured to take.
+
+    ConfigError, with the arithmetic, when the cache or one request of the wanted length cannot fit.
+    """
+    if memory is not None:
+        memory.check(config.cache.kv_cache_memory_bytes)
+    spare = None if memory is None else memory.cache
     plan = plan_blocks(groups, config.cache.block_size, cache_budget(config, groups, spare))
-    length = fit_model_len(plan, config.model.max_model_len, shrink=config.model.max_model_len_is_auto)
+    try:
+        length = fit_model_len(plan, config.model.max_model_len, shrink=config.model.max_model_len_is_auto)
+    except ConfigError as error:
+        if memory is None:
+            raise
+        raise ConfigError(f"{error}. {memory}. {MORE_ROOM}") from None
     logger.info("%s", plan)
     if length < config.model.max_model_len:
         logger.warning(

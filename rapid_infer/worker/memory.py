@@ -10,6 +10,7 @@ import torch
 from rapid_infer.cache.budget import GIB
 from rapid_infer.config import EngineConfig
 from rapid_infer.engine.step_plan import RowTokens, SamplingFeatures, StepPlan, TokenLists
+from rapid_infer.errors import ConfigError
 from rapid_infer.worker.graph_runner import asks_for_context, row_buckets, token_buckets
 from rapid_infer.worker.model_runner import ModelRunner
 
@@ -19,6 +20,12 @@ GRAPH_OVERHEAD = GIB // 2
 BYTES_PER_RECORDED_OP = 64 * 1024
 """An estimate: nodes of a graph live in device memory. 20 decode graphs of 36 layers, with their finishes and buffers,
 took 0.97 GiB on an H200."""
+
+
+MORE_ROOM = (
+    "For more room try a higher gpu_memory_utilization, ending other processes on the GPU, or a lower "
+    "max_num_batched_tokens, max_num_seqs or max_model_len"
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,15 @@ class MemoryProfile:
     def cache(self) -> int:
         """What is left for the caches; below zero when nothing is."""
         return int(self.total * self.utilization) - self.weights - self.other - self.step - self.graphs
+
+    def check(self, kv_cache_memory_bytes: int | None) -> None:
+        """ConfigError when a cache of that size, asked for whatever the utilization, leaves no room for a step."""
+        room = self.total - self.weights - self.other - self.step
+        if kv_cache_memory_bytes is not None and kv_cache_memory_bytes > room:
+            raise ConfigError(
+                f"kv_cache_memory_bytes={kv_cache_memory_bytes} is more than the GPU has left beside weights and the "
+                f"largest step, {max(room, 0)} bytes. {self}. Lower it, or leave it out. {MORE_ROOM}"
+            )
 
     def __str__(self) -> str:
         parts = (
