@@ -35,9 +35,10 @@ class LLMEngine:
     def __init__(self, model: str = "demo", **kwargs: Any) -> None:
         self.args = EngineArgs.from_kwargs(**kwargs)
         self.checkpoint, entry = locate(model, self.args)
-        # Before the weights, which take far longer.
-        self.tokenizer = None if self.args.skip_tokenizer_init else Tokenizer(self.checkpoint.path)
-        self.core, self.config = build_core(self.checkpoint, entry, self.args)
+        with KernelCompiler(self.checkpoint.path, entry, self.args) as compiler:
+            # Before the weights, which take far longer.
+            self.tokenizer = None if self.args.skip_tokenizer_init else Tokenizer(self.checkpoint.path)
+            self.core, self.config = build_core(self.checkpoint, entry, self.args, compiler)
         self.executor: Any = self.core.executor
         self.inputs = InputProcessor(engine_facts(self.core, self.config, self.checkpoint), self.tokenizer)
         self.outputs = OutputProcessor(self.tokenizer)
@@ -117,30 +118,31 @@ def locate(model: str, args: EngineArgs) -> tuple[Checkpoint, Entry]:
 @traced("llm_engine.configure")
 def configure(checkpoint: Checkpoint, entry: Entry, args: EngineArgs) -> tuple[Any, EngineConfig]:
     """The plugin's model class and the engine's configuration, every "auto" decided."""
-    from rapid_infer.device import probe
-    from rapid_infer.worker.contract import check_class, read_config
+    with span("llm_engine.imports"):
+        from rapid_infer.device import probe
+        from rapid_infer.worker.contract import check_class, read_config
 
-    model_class = ModelRegistry.load(entry)
-    check_class(model_class, entry)
-    model_config = read_config(model_class, checkpoint)
+        model_class = ModelRegistry.load(entry)
+        check_class(model_class, entry)
+    with span("llm_engine.device"):
+        device = probe(args.device)
+    with span("llm_engine.config"):
+        model_config = read_config(model_class, checkpoint)
     facts = CheckpointFacts(model_config.max_position_embeddings, checkpoint.dtype)
-    return model_class, args.resolve(facts, probe(args.device))
+    return model_class, args.resolve(facts, device)
 
 
-def build_core(checkpoint: Checkpoint, entry: Entry, args: EngineArgs) -> tuple[EngineCore, EngineConfig]:
+def build_core(
+    checkpoint: Checkpoint, entry: Entry, args: EngineArgs, compiler: KernelCompiler
+) -> tuple[EngineCore, EngineConfig]:
     """A loaded model in this process, with the engine that drives it."""
-    compiler = KernelCompiler(checkpoint.path, entry, args)
-    compiler.begin()
     with _all_kept():
-        try:
-            model_class, config = configure(checkpoint, entry, args)
-            for note in config.notes:
-                logger.info("%s", note)
-            with span("llm_engine.import_worker"):
-                from rapid_infer.executors import InProcessExecutor
-            core = EngineCore(config, InProcessExecutor(model_class, checkpoint, config, compiler))
-        finally:
-            compiler.stop()
+        model_class, config = configure(checkpoint, entry, args)
+        for note in config.notes:
+            logger.info("%s", note)
+        from rapid_infer.executors import InProcessExecutor
+
+        core = EngineCore(config, InProcessExecutor(model_class, checkpoint, config, compiler))
     return core, config
 
 

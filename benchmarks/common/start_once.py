@@ -21,9 +21,6 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     """
     interpreter_s = time.time() - request["spawned"]
     started = time.perf_counter()
-    import torch
-
-    torch_s = time.perf_counter() - started
     from common.monitor import peak_rss
     from rapid_infer import profiling
     from rapid_infer.llm_engine import LLMEngine
@@ -47,13 +44,14 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
             total_s = time.time() - request["spawned"]
     report = engine.executor.built.report
     imports = imported - started
+    import torch
+
     named = [(span.name, span.depth, span.seconds) for span in spans]
     rest = loaded - imported - sum(seconds for _, depth, seconds in named if depth == 0)
     result = {
         "phases": [
             ("interpreter", 0, interpreter_s),
-            ("import torch", 0, torch_s),
-            ("import rapid_infer", 0, imports - torch_s),
+            ("import rapid_infer", 0, imports),
             *named,
             ("rest of the engine", 0, rest),
             ("first token", 0, tokens[0]),

@@ -56,9 +56,7 @@ def warm_up(
         revision=revision,
     )
     checkpoint, entry = locate(model, args)
-    compiler = KernelCompiler(checkpoint.path, entry, args)
-    try:
-        compiler.begin()
+    with KernelCompiler(checkpoint.path, entry, args) as compiler:
         model_class, config = configure(checkpoint, entry, args)
         import torch
 
@@ -73,8 +71,6 @@ def warm_up(
         ready = compiler.kernels.complete(gpu)
         compiler.aim(config, model_class.read_config(checkpoint.hf_config), gpu)
         done = compiler.wait(terminal_count)
-    finally:
-        compiler.stop()
     where = f"{checkpoint.architecture} on {gpu.name} in {compiler.kernels.cache}"
     if done.error is not None:
         print(f"error: not all kernels could be compiled: {done.error}", file=sys.stderr)

@@ -27,6 +27,7 @@ from rapid_infer.ipc.messages import Abort, AddRequest, FromEngine, GetStats, Re
 from rapid_infer.llm_engine import build_core, engine_facts
 from rapid_infer.models.checkpoint import read_checkpoint
 from rapid_infer.params import defaults_of
+from rapid_infer.worker.kernel_compiler import KernelCompiler
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +132,9 @@ def start(channel: Channel, message: Start) -> EngineCore | None:
     """Load the model and say so; None, with the front told why, when that fails."""
     try:
         checkpoint = read_checkpoint(message.path)
-        core, config = build_core(checkpoint, message.entry, EngineArgs.from_kwargs(**message.args))
+        args = EngineArgs.from_kwargs(**message.args)
+        with KernelCompiler(checkpoint.path, message.entry, args) as compiler:
+            core, config = build_core(checkpoint, message.entry, args, compiler)
         facts = engine_facts(core, config, checkpoint)
         payload = messages.Ready(facts, defaults_of(checkpoint.generation))
     except BaseException as error:

@@ -32,10 +32,11 @@ Show = Callable[[int, int], None]
 
 
 class KernelCompiler:
-    """`begin` as early as possible, `aim` when options and GPU are known, `wait` before the first launch, or `stop`.
+    """A context manager, to be entered as early as possible: its process begins to import what it needs.
 
-    Begins nothing where no GPU can be or all kernels are there. Nothing here makes a start fail: a kernel that was not
-    compiled beforehand is compiled when it is first launched.
+    `aim` when options and GPU are known, `wait` before the first launch. There is no process where no GPU can be or all
+    kernels are there. Nothing here makes a start fail: a kernel that was not compiled beforehand is compiled when it is
+    first launched.
     """
 
     def __init__(self, checkpoint: Path, entry: Entry, args: EngineArgs) -> None:
@@ -45,10 +46,13 @@ class KernelCompiler:
         if args.device.partition(":")[0] in ("auto", "cuda") and _gpu_may_be_here():
             self.kernels = KernelList.of(use_kernel_cache(), checkpoint, entry, args)
 
-    def begin(self) -> None:
-        """Start the process, which imports what it needs meanwhile."""
+    def __enter__(self) -> KernelCompiler:
         if self.kernels is not None and not self.kernels.complete():
             self._spawn(self.kernels)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
 
     def aim(self, config: EngineConfig, model_config: Any, gpu: GpuFacts | None) -> None:
         """Say what to compile for; `gpu` None: the engine runs elsewhere."""

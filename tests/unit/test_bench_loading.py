@@ -58,7 +58,9 @@ def test_bench_loading(tmp_path: Path) -> None:
     starts = found.metrics["starts"]
     assert len(starts) == 2
     names = [name for name, _, _ in starts[0]["phases"]]
-    assert {"interpreter", "import torch", "llm_engine.configure", "worker.load_weights", "first token"} <= set(names)
+    assert {"interpreter", "import rapid_infer", "llm_engine.configure", "worker.load_weights", "first token"} <= set(
+        names
+    )
     for start in starts:
         outer = sum(seconds for _, depth, seconds in start["phases"] if depth == 0)
         # What lies between the phases is bookkeeping.
