@@ -69,6 +69,13 @@ class Progress(msgspec.Struct, omit_defaults=True):
 def main() -> int:
     # A terminal's Ctrl-C is the parent's to handle: when it goes, so does our input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # What a library prints is none of our answers.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def say(progress: Progress) -> None:
+        answers.write(msgspec.json.encode(progress) + b"\n")
+
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
     try:
         prepared = _prepare(start)
@@ -80,9 +87,9 @@ def main() -> int:
         with file_lock(kernels.lock):
             # Another process may have done it meanwhile.
             if not kernels.complete(target.gpu):
-                _compile_all(prepared, target, kernels)
+                _compile_all(prepared, target, kernels, say)
     except Exception as error:
-        _say(Progress(error=f"{type(error).__name__}: {error}"))
+        say(Progress(error=f"{type(error).__name__}: {error}"))
         return 1
     return 0
 
@@ -109,7 +116,9 @@ def _model_config(target: Target, cls: Any, checkpoint: Checkpoint) -> Any:
     return msgspec.json.decode(target.model_config, type=load_target(target.config_type))
 
 
-def _compile_all(prepared: tuple[Any, Checkpoint], target: Target, kernels: KernelList) -> None:
+def _compile_all(
+    prepared: tuple[Any, Checkpoint], target: Target, kernels: KernelList, say: Callable[[Progress], None]
+) -> None:
     from rapid_infer.ops.providers.triton import precompile
     from rapid_infer.worker.kernel_plan import plan_kernels
 
@@ -137,14 +146,14 @@ def _compile_all(prepared: tuple[Any, Checkpoint], target: Target, kernels: Kern
             jobs.insert(0, precompile.compile_driver)
             total += 1
         crew.start(jobs, len(os.sched_getaffinity(0)))
-        _say(Progress(0, total))
+        say(Progress(0, total))
         names: dict[str, None] = {}
         done = 0
         for error, name in crew.results():
             done += not error
             if not error:
                 names[name] = None
-            _say(Progress(done, total, failed=name if error else None))
+            say(Progress(done, total, failed=name if error else None))
     if done < total:
         raise RuntimeError(f"{total - done} of {total} kernels were not compiled")
     kernels.write(target.gpu, sorted(filter(None, names)))
@@ -203,11 +212,6 @@ class Crew:
             *lines, rest = (rest + piece).split(b"\n")
             for line in lines:
                 yield msgspec.json.decode(line, type=tuple[bool, str])
-
-
-def _say(progress: Progress) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(progress) + b"\n")
-    sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

@@ -54,6 +54,11 @@ class KernelCompiler:
     def __exit__(self, *exception: object) -> None:
         self.stop()
 
+    @property
+    def running(self) -> bool:
+        """Whether there is a process."""
+        return self._process is not None
+
     def aim(self, config: EngineConfig, model_config: Any, gpu: GpuFacts | None) -> None:
         """Say what to compile for; `gpu` None: the engine runs elsewhere."""
         if gpu is None or self.kernels is None or self.kernels.complete(gpu):

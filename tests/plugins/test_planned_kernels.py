@@ -1,0 +1,82 @@
+"""The kernels of a model, found and compiled without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from rapid_infer.config import CheckpointFacts, DeviceFacts, EngineArgs
+from rapid_infer.device import GpuFacts
+from rapid_infer.models.checkpoint import read_checkpoint
+from rapid_infer.registry import ModelRegistry
+from rapid_infer.worker import kernel_compiler
+from rapid_infer.worker.kernel_cache import VARIABLE
+from rapid_infer.worker.kernel_compiler import KernelCompiler, Show
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+H200 = GpuFacts("NVIDIA H200", (9, 0), 132)
+
+
+def test_one_layer_of_each_kind_launches_all_kernels(qwen3, windowed, latent) -> None:
+    script = Path(__file__).parent / "planned_kernels.py"
+    env = {**os.environ, "TRITON_INTERPRET": "0"}
+    paths = [str(model.path) for model in (qwen3, windowed, latent)]
+    done = subprocess.run([sys.executable, str(script), *paths], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for found in json.loads(done.stdout.splitlines()[-1]).values():
+        assert found["few"] == found["all"]
+        names = {line.split()[0] for line in found["few"]}
+        assert {"norm._norm_kernel", "step_inputs._mixed_rows_kernel", "truncate._search_kernel"} <= names
+        # Without graphs no kernel of theirs is needed, and no other is missing.
+        eager = {line.split()[0] for line in found["eager"]}
+        assert not any(name.startswith("step_inputs") for name in eager)
+        assert {name for name in names if not name.startswith("step_inputs")} <= eager
+
+
+@pytest.fixture
+def as_if_a_gpu_were_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_compiler, "_gpu_may_be_here", lambda: True)
+    monkeypatch.setenv("RAPID_INFER_CACHE", str(tmp_path))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    # Restored when the test is done, which sets it.
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "kernels"))
+
+
+def test_compiled_once_for_all_starts(qwen3, as_if_a_gpu_were_here, tmp_path: Path) -> None:
+    checkpoint = read_checkpoint(qwen3.path)
+    entry = ModelRegistry.lookup(checkpoint.architecture)
+    cls = ModelRegistry.load(entry)
+    args = EngineArgs(max_num_seqs=1, max_num_batched_tokens=2, max_model_len=64, dtype="bfloat16", enforce_eager=True)
+    config = args.resolve(CheckpointFacts(64, "bfloat16"), DeviceFacts("cuda", True, 1 << 37))
+    seen: list[tuple[int, int]] = []
+
+    @contextmanager
+    def progress() -> Iterator[Show]:
+        yield lambda done, total: seen.append((done, total))
+
+    with KernelCompiler(checkpoint.path, entry, args) as compiler:
+        assert compiler.running
+        compiler.aim(config, cls.read_config(checkpoint.hf_config), H200)
+        last = compiler.wait(progress)
+    assert last.error is None
+    assert seen[0][0] == 0
+    assert seen[-1] == (last.total, last.total)
+    assert last.total > 10
+    kernels = list((tmp_path / "kernels").glob("*/*.cubin"))
+    assert len(kernels) == last.total
+
+    with KernelCompiler(checkpoint.path, entry, args) as compiler:
+        assert not compiler.running
+        compiler.aim(config, cls.read_config(checkpoint.hf_config), H200)
+        assert not compiler.running
+        # Another GPU needs others.
+        compiler.aim(config, cls.read_config(checkpoint.hf_config), GpuFacts("NVIDIA A100", (8, 0), 108))
+        assert compiler.running

@@ -1,0 +1,220 @@
+"""The list of a model's kernels, the processes that compile, and what the starting engine hears of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+import pytest
+
+from rapid_infer.config import EngineArgs
+from rapid_infer.device import GpuFacts
+from rapid_infer.errors import ConfigError
+from rapid_infer.registry import Entry
+from rapid_infer.worker import compile_process, kernel_compiler
+from rapid_infer.worker.compile_process import Crew, Progress
+from rapid_infer.worker.kernel_cache import VARIABLE, KernelList, use_kernel_cache
+from rapid_infer.worker.kernel_compiler import KernelCompiler
+
+H200, A100 = GpuFacts("NVIDIA H200", (9, 0), 132), GpuFacts("NVIDIA A100", (8, 0), 108)
+ENTRY = Entry("Some", "some.module:Some", "some", "1.0", "entry point")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    return path
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RAPID_INFER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "kernels"))
+    return use_kernel_cache()
+
+
+def test_a_list_holds_for_what_kernels_depend_on(checkpoint: Path, cache: Path) -> None:
+    def key(entry: Entry = ENTRY, **options: Any) -> str:
+        return KernelList.of(cache, checkpoint, entry, EngineArgs(**options)).key
+
+    assert key() == key(seed=3, load_format="dummy", kv_cache_memory_bytes=1 << 20)
+    keys = [key(), key(max_num_seqs=3), key(dtype="float16"), key(op_priority={"linear": ["torch"]})]
+    keys.append(key(replace(ENTRY, version="1.1")))
+    (checkpoint / "config.json").write_text('{"hidden_size": 3}')
+    keys.append(key())
+    assert len(set(keys)) == len(keys)
+
+
+def test_a_list_is_complete_while_all_it_names_is_there(checkpoint: Path, cache: Path) -> None:
+    kernels = KernelList.of(cache, checkpoint, ENTRY, EngineArgs())
+    assert not kernels.complete()
+    for name in ("one", "two"):
+        (cache / name).mkdir()
+    kernels.write(H200, ["one", "two"])
+    assert kernels.complete(H200)
+    assert kernels.complete()
+    assert not kernels.complete(A100)
+    kernels.write(A100, ["one"])
+    (cache / "two").rmdir()
+    assert not kernels.complete(H200)
+    assert kernels.complete(A100)
+    kernels.path.write_text("{ half")
+    assert not kernels.complete()
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "file" / "kernels"))
+    with pytest.raises(ConfigError, match=r"compiled kernels cannot be kept in .*; set RAPID_INFER_CACHE or TRITON"):
+        use_kernel_cache()
+
+
+def test_the_cache_is_the_runtimes_own_unless_triton_has_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "set first, so that it is restored")
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setenv("RAPID_INFER_CACHE", str(tmp_path))
+    assert use_kernel_cache() == tmp_path / "kernels"
+    assert os.environ[VARIABLE] == str(tmp_path / "kernels")
+
+
+@pytest.fixture
+def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[IO[str]]:
+    """Who waits at the other end of standard input; it goes when this is closed."""
+    read, write = os.pipe()
+    with os.fdopen(read) as stdin, os.fdopen(write, "w") as end:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        yield end
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_jobs_are_done_and_faults_told(processes: int, parent: IO[str]) -> None:
+    def fails() -> str:
+        raise ValueError("no such kernel")
+
+    with Crew() as crew:
+        crew.start([lambda: "alone"], 1)
+        crew.start([lambda n=n: f"kernel {n}" for n in range(5)] + [fails], processes)
+        results = sorted(crew.results())
+    assert results == [
+        (False, "alone"),
+        *((False, f"kernel {n}") for n in range(5)),
+        (True, "ValueError: no such kernel"),
+    ]
+
+
+def test_a_process_that_dies_leaves_the_others(parent: IO[str]) -> None:
+    def dies() -> str:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return ""
+
+    with Crew() as crew:
+        crew.start([dies], 1)
+        crew.start([lambda: "done"], 1)
+        assert list(crew.results()) == [(False, "done")]
+
+
+def test_processes_end_when_nobody_waits_any_more(parent: IO[str]) -> None:
+    def never() -> str:
+        parent.close()
+        signal.pause()
+        return ""
+
+    with Crew() as crew:
+        crew.start([never], 1)
+        parent.close()
+        with pytest.raises(EOFError, match="nobody waits"):
+            list(crew.results())
+    assert all(not Path(f"/proc/{child}").exists() for child in crew._children)
+
+
+class Says:
+    """Stands in for the process: a script that says these words and ends with this code."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[Progress], code: int) -> None:
+        lines = [msgspec.json.encode(word).decode() for word in words]
+        script = tmp_path / "script"
+        says = f"printf '%s\\n' {' '.join(map(repr, lines))}" if lines else ""
+        script.write_text(f"#!/bin/sh\nread start\nread target\n{says}\nexit {code}\n")
+        script.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(script))
+        monkeypatch.setattr(kernel_compiler, "_gpu_may_be_here", lambda: True)
+
+
+def waited_for(checkpoint: Path) -> tuple[Progress, list[tuple[int, int]]]:
+    seen: list[tuple[int, int]] = []
+
+    @contextmanager
+    def progress() -> Any:
+        yield lambda done, total: seen.append((done, total))
+
+    with KernelCompiler(checkpoint, ENTRY, EngineArgs()) as compiler:
+        compiler.aim(None, None, H200)  # type: ignore[arg-type]
+        last = compiler.wait(progress)
+        assert not compiler.running
+    return last, seen
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "error"),
+    [
+        ([Progress(0, 2), Progress(1, 2), Progress(2, 2)], 0, None),
+        ([Progress(0, 2), Progress(0, 2, failed="why"), Progress(error="1 of 2 kernels failed")], 1, "1 of 2"),
+        ([Progress(0, 2)], 3, "ended with exit code 3"),
+        ([], 7, "ended with exit code 7"),
+    ],
+)
+def test_the_engine_starts_whatever_became_of_the_kernels(
+    words: list[Progress],
+    code: int,
+    error: str | None,
+    checkpoint: Path,
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    Says(monkeypatch, tmp_path, words, code)
+    with caplog.at_level(logging.WARNING, logger="rapid_infer"):
+        last, seen = waited_for(checkpoint)
+    told = [(word.done, word.total) for word in words if word.error is None]
+    assert seen[: len(told)] == told
+    if error is None:
+        assert last == words[-1]
+        assert not caplog.text
+    else:
+        assert error in (last.error or "")
+        assert "kernels are compiled one after another" in caplog.text
+
+
+def test_a_process_that_says_nothing_is_given_up(
+    checkpoint: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Says(monkeypatch, tmp_path, [], 0)
+    (tmp_path / "script").write_text("#!/bin/sh\nexec sleep 100\n")
+    monkeypatch.setattr(kernel_compiler, "SILENCE", 0.05)
+    last, _ = waited_for(checkpoint)
+    assert "no kernel in" in (last.error or "")
+
+
+def test_without_a_gpu_there_is_no_process(checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_compiler, "_gpu_may_be_here", lambda: False)
+    with KernelCompiler(checkpoint, ENTRY, EngineArgs()) as compiler:
+        assert not compiler.running
+    monkeypatch.setattr(kernel_compiler, "_gpu_may_be_here", lambda: True)
+    with KernelCompiler(checkpoint, ENTRY, EngineArgs(device="cpu")) as compiler:
+        assert not compiler.running
+
+
+def test_nothing_of_it_imports_torch() -> None:
+    for module in (kernel_compiler, compile_process):
+        assert not hasattr(module, "torch")
