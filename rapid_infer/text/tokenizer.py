@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from rapid_infer.errors import ConfigError, RequestError
 from rapid_infer.models.checkpoint import read_checkpoint
-from rapid_infer.text.detokenizer import Detokenizer
+from rapid_infer.text.detokenizer import Detokenizer, adds_the_same_everywhere
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -115,7 +116,16 @@ class Tokenizer:
         """One token alone, as text; special tokens are shown."""
         return self._tokenizer.decode([token_id])
 
+    @cached_property
+    def _texts(self) -> dict[bool, dict[int, str]] | None:
+        """For `Detokenizer`, by whether special tokens are left out."""
+        return {True: {}, False: {}} if adds_the_same_everywhere(self._backend) else None
+
+    @property
+    def _backend(self) -> Any:
+        return self._tokenizer.backend_tokenizer
+
     def detokenizer(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> Detokenizer:
         """A fresh stream decoder for what follows the prompt."""
-        backend = self._tokenizer.backend_tokenizer
-        return Detokenizer(backend, prompt_token_ids, skip_special_tokens=skip_special_tokens)
+        texts = None if self._texts is None else self._texts[skip_special_tokens]
+        return Detokenizer(self._backend, prompt_token_ids, skip_special_tokens=skip_special_tokens, texts=texts)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from rapid_infer.text import Detokenizer
+from rapid_infer.text.detokenizer import adds_the_same_everywhere
 
 TEXTS = [
     "plain words, and  two spaces",
@@ -44,6 +45,7 @@ def metaspace() -> Any:
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
+    tokenizer.add_special_tokens(["<end>"])
     return tokenizer
 
 
@@ -162,7 +164,7 @@ def test_bytes_that_fit_no_character_spoil_neither_the_text_before_nor_after(met
 def test_a_prompt_that_ends_inside_a_character_nobody_finishes(backend: Any) -> None:
     snowman = backend.encode("☃").ids
     assert stream(backend, snowman[:1], []) == ""
-    assert stream(backend, snowman[:1], snowman[1:2]) == "�"
+    assert stream(backend, snowman[:1], snowman[1:2]) == ""
     assert stream(backend, snowman[:2], snowman[2:]) == "☃"
 
 
@@ -176,3 +178,139 @@ def test_special_tokens_are_text_when_asked_for(backend: Any) -> None:
 def test_ids_the_tokenizer_does_not_know_are_no_text(backend: Any) -> None:
     ids = backend.encode("a b").ids
     assert stream(backend, [10**6], [10**6, *ids, 10**6]) == "a b"
+
+
+def random_ids(backend: Any, rng: random.Random, length: int) -> list[int]:
+    """Whole texts, single tokens and bytes of any kind, U+FFFD itself among them."""
+    ids: list[int] = []
+    while len(ids) < length:
+        texts = [*TEXTS, "\ufffd", "a\ufffd ", "\ufffd" * 5]
+        piece = backend.encode(rng.choice(texts), add_special_tokens=False).ids
+        ids += rng.choice([piece, piece[: rng.randint(0, 5)], rng.choices(range(backend.get_vocab_size()), k=3)])
+    return ids
+
+
+@pytest.mark.parametrize("remember", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_the_tokens_are_the_text_is_what_they_add_to_the_prompt_s(
+    backend: Any, seed: int, remember: bool
+) -> None:
+    rng = random.Random(seed)
+    texts: dict[int, str] | None = {} if remember else None
+    for _ in range(30):
+        ids = random_ids(backend, rng, rng.randint(1, 60))
+        at = rng.randint(0, len(ids))
+        whole, prompt = backend.decode(ids), backend.decode(ids[:at])
+        # A character whose first bytes end the prompt is text once it is complete.
+        wanted = whole[len(prompt if whole.startswith(prompt) else prompt[:-1]) :]
+        for cut in (cuts(ids[at:], rng), [[token] for token in ids[at:]], [ids[at:]]):
+            detokenizer = Detokenizer(backend, ids[:at], texts=texts)
+            assert "".join(map(detokenizer.add, cut)) + detokenizer.flush() == wanted, (ids, at)
+
+
+@pytest.mark.parametrize("remember", [False, True])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_sentencepiece_style_text_does_not_depend_on_how_it_is_cut(metaspace: Any, seed: int, remember: bool) -> None:
+    rng = random.Random(seed)
+    texts: dict[int, str] | None = {} if remember else None
+    valid = 0
+    for _ in range(60):
+        ids = random_ids(metaspace, rng, rng.randint(1, 12))
+        whole = metaspace.decode(ids)
+        shown = set()
+        for cut in (cuts(ids, rng), [[token] for token in ids], [ids]):
+            detokenizer = Detokenizer(metaspace, texts=texts)
+            shown.add("".join(map(detokenizer.add, cut)) + detokenizer.flush())
+        (text,) = shown
+        if "\ufffd" not in whole:
+            valid += 1
+            assert text == whole
+    assert valid > 10
+
+
+class Counted:
+    """A backend that counts the tokens it is given."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self.tokens = 0
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        self.tokens += len(ids)
+        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.mark.parametrize("name", ["backend", "metaspace"])
+@pytest.mark.parametrize("kind", ["character", "byte", "cut short", "special", "unknown"])
+def test_what_never_becomes_a_character_flows_at_a_constant_cost(
+    name: str, kind: str, request: pytest.FixtureRequest
+) -> None:
+    backend = request.getfixturevalue(name)
+    byte = backend.token_to_id("ÿ") if name == "backend" else backend.token_to_id("<0xFF>")
+    first = backend.encode("☃", add_special_tokens=False).ids[-3]
+    token = {
+        "character": backend.encode("\ufffd", add_special_tokens=False).ids,
+        "byte": [byte],
+        "cut short": [first],
+        "special": [backend.token_to_id("<end>")],
+        "unknown": [10**6],
+    }[kind]
+    counted = Counted(backend)
+    detokenizer = Detokenizer(counted)
+    plain = backend.encode("plain").ids
+    detokenizer.add(plain)
+    steps, shown = 300, ""
+    for n in range(steps):
+        counted.tokens = 0
+        shown += "".join(detokenizer.add([one]) for one in token)
+        assert counted.tokens < 250
+        assert kind in ("special", "unknown") or n - shown.count("\ufffd") < 4
+    assert (shown + detokenizer.flush()).strip() == backend.decode(token * steps).strip()
+
+
+@pytest.mark.parametrize("ending", ["�", "�" * 10, "a�", "汉�"])
+def test_a_replacement_character_that_ends_the_prompt_is_no_part_of_the_text(
+    backend: Any, metaspace: Any, ending: str
+) -> None:
+    for one in (backend, metaspace):
+        prompt, more = (one.encode(text, add_special_tokens=False).ids for text in (ending, "☃ s"))
+        assert stream(one, prompt, more).strip() == "☃ s"
+
+
+def test_a_byte_of_another_run_spoils_nothing(metaspace: Any) -> None:
+    broken, good = (
+        [metaspace.token_to_id(f"<0x{byte:02X}>") for byte in part] for part in (b"\xe2\xff", "汉é字".encode())
+    )
+    assert stream(metaspace, [], [*broken, *good]) == "��汉é字"
+
+
+@pytest.mark.parametrize("ends", [1, 5, 30])
+def test_special_tokens_that_are_left_out_change_nothing_around_them(metaspace: Any, backend: Any, ends: int) -> None:
+    for one in (metaspace, backend):
+        end = [one.token_to_id("<end>")] * ends
+        for text in ("a ☃ b", "☃☃", " a"):
+            ids = one.encode(text).ids
+            spread = [token for pair in zip(ids, [end] * len(ids)) for token in (pair[0], *pair[1])]
+            assert stream(one, [], spread) == one.decode(ids)
+            assert stream(one, [*ids, *end[:3]], spread) == one.decode(ids + ids)[len(one.decode(ids)) :]
+
+
+def test_a_character_that_completes_what_was_shown_of_it_is_not_begun_again(backend: Any) -> None:
+    literal, stray = backend.encode("�").ids, backend.encode("☃").ids[-1]
+    for count in range(1, 6):
+        ids = [*literal * count, stray, *literal, *backend.encode("a").ids]
+        assert stream(backend, [], ids) == "�" * (count + 2) + "a"
+
+
+def test_only_decoders_without_memory_have_their_texts_remembered(backend: Any, metaspace: Any) -> None:
+    from tokenizers import Tokenizer, decoders, models
+
+    assert adds_the_same_everywhere(backend)
+    assert adds_the_same_everywhere(metaspace)
+    vocab = {"go</w>": 0, "ab": 1, "out</w>": 2}
+    suffixed = Tokenizer(models.BPE(vocab, [], end_of_word_suffix="</w>"))
+    for decoder in (decoders.BPEDecoder(), decoders.CTC(), decoders.WordPiece(), None):
+        suffixed.decoder = decoder
+        assert not adds_the_same_everywhere(suffixed)
+    suffixed.decoder = decoders.BPEDecoder()
+    assert stream(suffixed, [], [0, 1, 2, 0]) == "go about go"
