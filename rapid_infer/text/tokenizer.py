@@ -113,8 +113,18 @@ class Tokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def token_text(self, token_id: int) -> str:
-        """One token alone, as text; special tokens are shown."""
-        return self._tokenizer.decode([token_id])
+        """What one token adds to a text, with the space it begins with; special tokens are shown."""
+        before, ids = self._word
+        text = self._backend.decode([*ids, token_id], skip_special_tokens=False)
+        if text.startswith(before):
+            return text[len(before) :]
+        return self._backend.decode([token_id], skip_special_tokens=False)
+
+    @cached_property
+    def _word(self) -> tuple[str, list[int]]:
+        """Any word and its ids: SentencePiece drops the space of what has nothing before it."""
+        ids = self._backend.encode("a", add_special_tokens=False).ids
+        return self._backend.decode(ids, skip_special_tokens=False), ids
 
     @cached_property
     def _texts(self) -> dict[bool, dict[int, str]] | None:
