@@ -121,13 +121,13 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE,
-        **template_kwargs: Any,
+        **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation by the model's chat template, otherwise as `generate`.
 
-        RequestError without a tokenizer or a template.
+        `options`, and errors because of them, are those of `LLM.encode_chat`.
         """
-        ids = self.inputs.encode_chat(messages, **template_kwargs)
+        ids = self.inputs.encode_chat(messages, **options)
         # Closing this generator must close the inner one at once, not when it is collected.
         async with contextlib.aclosing(
             self.generate(ids, sampling_params, request_id, output_kind=output_kind)

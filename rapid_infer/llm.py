@@ -57,16 +57,31 @@ class LLM:
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: Params = None,
-        **template_kwargs: Any,
+        **options: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation (`[{"role": "user", "content": "..."}]`) or several, by the model's chat template."""
-        single = bool(messages) and isinstance(messages[0], Mapping)
-        conversations: Sequence[Any] = [messages] if single or not messages else messages
-        return self.generate([self.encode_chat(c, **template_kwargs) for c in conversations], sampling_params)
+        """Answer one conversation (`[{"role": "user", "content": "..."}]`) or several, by the model's chat template.
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
-        """Token ids of a conversation. RequestError without a tokenizer or a template."""
-        return self.engine.inputs.encode_chat(messages, **template_kwargs)
+        `options` are those of `encode_chat`.
+        """
+        several = (
+            isinstance(messages, Sequence) and bool(messages) and all(isinstance(c, list | tuple) for c in messages)
+        )
+        conversations: Sequence[Any] = messages if several else [messages]
+        return self.generate([self.encode_chat(c, **options) for c in conversations], sampling_params)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Token ids of a conversation through the model's chat template.
+
+        add_generation_prompt     whether the assistant's turn is begun; True unless the last message is continued
+        continue_final_message    leave the last message open, for the model to go on with it
+        chat_template             another template than the model's own
+        chat_template_kwargs      a dict of names that the template reads; they may also be given one by one, such as
+                                  `enable_thinking=False` or `tools=[...]`
+
+        RequestError without a tokenizer or a template, for a name that the template does not read, and for messages
+        that it refuses.
+        """
+        return self.engine.inputs.encode_chat(messages, **options)
 
     def default_sampling_params(self, **changes: Any) -> SamplingParams:
         """What the model's generation_config.json recommends, with `changes` field by field.

@@ -72,11 +72,11 @@ class InputProcessor:
         encoded = iter(self.tokenizer.encode_all(texts) if self.tokenizer is not None else ())
         return [next(encoded) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
-        """Token ids of a conversation. RequestError without a tokenizer or a template."""
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Token ids of a conversation; `options` are those of `LLM.encode_chat`. RequestError without a tokenizer."""
         if self.tokenizer is None:
             raise RequestError("a conversation needs the tokenizer, but skip_tokenizer_init=True")
-        return self.tokenizer.encode_chat(messages, **template_kwargs)
+        return self.tokenizer.encode_chat(messages, **options)
 
     def requests(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> list[Request]:
         """One engine request for each of the n completions.

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from rapid_infer.errors import ConfigError, RequestError
+from rapid_infer.fields import check_text
 from rapid_infer.models.checkpoint import read_checkpoint
+from rapid_infer.text.chat_template import render
 from rapid_infer.text.detokenizer import Detokenizer, adds_the_same_everywhere
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -80,33 +82,23 @@ class Tokenizer:
             return []
         bos = self._tokenizer.bos_token_id
         # A prompt that was rendered by a template brings its own BOS.
-        return [
-            ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
-            for ids in map(list, self._tokenizer(list(texts))["input_ids"])
-        ]
+        return [ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids for ids in self._ids(texts)]
 
     @property
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[int]:
-        """Ids of a conversation through the model's chat template, ready for the assistant's turn.
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Ids of a conversation through the model's chat template; `options` are those of `LLM.encode_chat`."""
+        return self._ids([render(self._tokenizer, messages, **options)], add_special_tokens=False)[0]
 
-        `template_kwargs` go to the template: `enable_thinking=False` switches off the thinking of models that have it.
-        RequestError when the model has no template or the template refuses the messages.
-        """
-        if not messages:
-            raise RequestError("the conversation is empty: got 0 messages, expected at least 1")
-        if not self._tokenizer.chat_template:
-            raise RequestError("this model has no chat template; give a plain prompt instead")
+    def _ids(self, texts: Sequence[str], **options: Any) -> list[list[int]]:
         try:
-            return list(
-                self._tokenizer.apply_chat_template(
-                    list(messages), tokenize=True, add_generation_prompt=True, return_dict=False, **template_kwargs
-                )
-            )
-        except Exception as error:
-            raise RequestError(f"the chat template refused the messages: {type(error).__name__}: {error}") from error
+            return list(map(list, self._tokenizer(list(texts), **options)["input_ids"]))
+        except Exception:
+            for text in texts:
+                check_text("the prompt", text, RequestError)
+            raise
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids` without special tokens."""

@@ -254,15 +254,25 @@ def test_a_stop_string_ends_the_request_in_the_engine(llm: AsyncLLM, offline: LL
     assert completion.text == expected.outputs[0].text.partition(params.stop[0])[0]
 
 
-def test_chat_goes_through_the_template(llm: AsyncLLM) -> None:
-    async def chat() -> list[RequestOutput]:
-        turns = [{"role": "user", "content": "w1 w2"}, {"role": "user", "content": "w3"}]
+def test_chat_goes_through_the_template(llm: AsyncLLM, offline: LLM) -> None:
+    turns = [{"role": "user", "content": "w1 w2"}, {"role": "user", "content": "w3"}]
+    other = {"chat_template": "{{ messages[1].content }} {{ word }}", "chat_template_kwargs": {"word": "w9"}}
+
+    async def chat(**options: Any) -> list[RequestOutput]:
         with pytest.raises(RequestError, match="conversation is empty"):
             await anext(llm.chat([]))
-        return [output async for output in llm.chat(turns, GREEDY, output_kind=FINAL)]
+        with pytest.raises(RequestError, match="knows no 'word'"):
+            await anext(llm.chat(turns, word="w9"))
+        return [output async for output in llm.chat(turns, GREEDY, output_kind=FINAL, **options)]
 
     (output,) = run(chat())
     assert output.prompt_token_ids == [1, 2, 3]
+    assert run(chat(**other))[0].prompt_token_ids == [3, 9]
+    assert offline.chat(turns, GREEDY, **other)[0].prompt_token_ids == [3, 9]
+    assert [o.prompt_token_ids for o in offline.chat([turns, turns[:1]], GREEDY)] == [[1, 2, 3], [1, 2]]
+    for wrong in ("hi", [], ["hi"], [[]], turns[0], [turns, turns[0]]):
+        with pytest.raises(RequestError, match="conversation is|message is"):
+            offline.chat(wrong)  # type: ignore[arg-type]
     assert output.finished
 
 
