@@ -121,6 +121,8 @@ class InputProcessor:
             # The first completion scores the prompt for all of them, and the others may share its blocks.
             params = replace(params, prompt_logprobs=None)
         stop = (() if params.ignore_eos else facts.stop_token_ids) + params.stop_token_ids
+        if params.stop and self.tokenizer is not None:
+            stop += tuple(token for token in self.tokenizer.special_stops(params) if token < facts.vocab_size)
         return Request(
             # The arrival keeps apart a discarded request, whose end is still to come, and a new one of the same name.
             request_id=f"{request_id}/{arrival}/{index}",

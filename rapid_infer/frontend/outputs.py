@@ -15,13 +15,15 @@ from rapid_infer.text import Detokenizer, StopStrings, Tokenizer
 class _Completion:
     """One of a request's n sequences. `unread`: tokens whose text nobody has needed yet.
 
-    `watched`: somebody needs it after each step. `told`: its end is in a delta already.
+    `special_stops`: stop strings that are special tokens, which the text does not show. `watched`: somebody needs the
+    text after each step. `told`: its end is in a delta already.
     """
 
     output: CompletionOutput
     params: SamplingParams
     detokenizer: Detokenizer | None
     stop: StopStrings | None
+    special_stops: dict[int, str]
     watched: bool
     told: bool = False
     num_tokens: int = 0
@@ -49,7 +51,9 @@ class _Completion:
     def end(self, reason: FinishReason, error: str | None = None) -> None:
         output, params = self.output, self.params
         # A stop token is no part of the text unless asked for.
-        hidden = self.unread[-1:] if reason is FinishReason.STOP and not params.include_stop_str_in_output else []
+        last = self.unread[-1:] if reason is FinishReason.STOP else []
+        special = self.special_stops.get(last[0]) if last else None
+        hidden = [] if params.include_stop_str_in_output else last
         del self.unread[len(self.unread) - len(hidden) :]
         self.read()
         output.token_ids += hidden
@@ -60,8 +64,10 @@ class _Completion:
             tail = self.detokenizer.flush()
             output.text += self.stop.push(tail, watch=False) + self.stop.flush() if self.stop is not None else tail
         output.finish_reason, output.error = reason.value, error
-        if reason is FinishReason.STOP and output.token_ids[-1] in params.stop_token_ids:
-            output.stop_reason = output.token_ids[-1]
+        if special is not None and params.include_stop_str_in_output:
+            output.text += special
+        if last:
+            output.stop_reason = last[0] if last[0] in params.stop_token_ids else special
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +109,9 @@ class OutputProcessor:
             if self._tokenizer is not None:
                 detokenizer = self._tokenizer.detokenizer(output.prompt_token_ids, params.skip_special_tokens)
             stop = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
-            completion = _Completion(CompletionOutput(index), params, detokenizer, stop, shown or stop is not None)
+            special = self._tokenizer.special_stops(params) if self._tokenizer is not None and stop is not None else {}
+            watched = shown or stop is not None
+            completion = _Completion(CompletionOutput(index), params, detokenizer, stop, special, watched)
             if params.logprobs is not None:
                 completion.output.logprobs, completion.output.cumulative_logprob = [], 0.0
             output.outputs.append(completion.output)

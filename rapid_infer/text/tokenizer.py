@@ -10,6 +10,7 @@ from typing import Any
 from rapid_infer.errors import ConfigError, RequestError
 from rapid_infer.fields import check_text
 from rapid_infer.models.checkpoint import read_checkpoint
+from rapid_infer.params import SamplingParams
 from rapid_infer.text.chat_template import render
 from rapid_infer.text.detokenizer import Detokenizer, adds_the_same_everywhere
 
@@ -111,6 +112,17 @@ class Tokenizer:
         if text.startswith(before):
             return text[len(before) :]
         return self._backend.decode([token_id], skip_special_tokens=False)
+
+    def special_stops(self, params: SamplingParams) -> dict[int, str]:
+        """Stop strings that are special tokens, by id: where those are left out, no text ever has them."""
+        if not params.skip_special_tokens:
+            return {}
+        return {self._special[text]: text for text in params.stop if text in self._special}
+
+    @cached_property
+    def _special(self) -> dict[str, int]:
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: i for i, token in added.items() if token.special}
 
     @cached_property
     def _word(self) -> tuple[str, list[int]]:

@@ -193,6 +193,30 @@ def test_special_tokens_are_shown_when_asked_for(open_text, params):
         assert got.logprobs[0][special].decoded_token == "<s>"
 
 
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_that_is_a_special_token_ends_the_text(include, skip, open_text, params):
+    llm = open_text()
+    options = {"allowed_token_ids": None, "logit_bias": {BOS: 6.0}, "include_stop_str_in_output": include}
+    options |= {"skip_special_tokens": skip, "ignore_eos": True}
+    free = llm.generate(PROMPTS[0], params(**options))[0].outputs[0].token_ids
+    assert free.count(BOS) > 1
+    first = free.index(BOS)
+    for stop, extra, reason in ((["never", "<s>"], {}, "<s>"), ("<s>", {"stop_token_ids": [BOS]}, BOS)):
+        one = params(**options, stop=stop, **extra)
+        got = llm.generate(PROMPTS[0], one)[0].outputs[0]
+        text = llm.engine.tokenizer._tokenizer.decode(free[:first]) + "<s>" * include
+        assert (got.token_ids, got.text) == (free[: first + 1], text)
+        assert (got.finish_reason, got.stop_reason) == ("stop", reason if skip else got.stop_reason)
+        streamed = list(llm.stream(PROMPTS[0], one))
+        assert "".join(piece.outputs[0].text for piece in streamed) == text
+        assert streamed[-1].outputs[0].stop_reason == got.stop_reason
+    later = llm.generate(PROMPTS[0], params(**options, stop="<s>", min_tokens=first + 2))[0].outputs[0]
+    assert later.stop_reason == "<s>"
+    assert later.token_ids.index(BOS, first) == (len(later.token_ids) - 1 if skip else first)
+    assert len(later.token_ids) > first + 2
+
+
 @pytest.mark.parametrize("adds_bos", [False, True])
 def test_a_prompt_has_one_bos(adds_bos, path, open_llm, tmp_path):
     byte_tokenizer(Path(shutil.copytree(path, tmp_path / "model")), bos=adds_bos)

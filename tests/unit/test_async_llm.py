@@ -271,7 +271,7 @@ def test_chat_goes_through_the_template(llm: AsyncLLM, offline: LLM) -> None:
     assert offline.chat(turns, GREEDY, **other)[0].prompt_token_ids == [3, 9]
     assert [o.prompt_token_ids for o in offline.chat([turns, turns[:1]], GREEDY)] == [[1, 2, 3], [1, 2]]
     for wrong in ("hi", [], ["hi"], [[]], turns[0], [turns, turns[0]]):
-        with pytest.raises(RequestError, match="conversation is|message is"):
+        with pytest.raises(RequestError, match=r"conversation is|message is"):
             offline.chat(wrong)  # type: ignore[arg-type]
     assert output.finished
 
