@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from os import PathLike
 from types import TracebackType
 from typing import Any
 
@@ -67,7 +68,7 @@ class AsyncLLM:
     `generate()` in progress and every later call raises EngineDeadError.
     """
 
-    def __init__(self, model: str = "demo", **kwargs: Any) -> None:
+    def __init__(self, model: str | PathLike[str] = "demo", **kwargs: Any) -> None:
         self.args = EngineArgs.from_kwargs(**kwargs)
         self.checkpoint, entry = locate(model, self.args)
         self._process = EngineProcess(self.checkpoint.path, entry, self.args)
@@ -185,11 +186,10 @@ class AsyncLLM:
         self, prompt: Prompt, params: SamplingParams | None, name: str | None, kind: RequestOutputKind
     ) -> _Waiting:
         self._check_alive()
-        params = params or self.default_sampling_params()
+        params = self.default_sampling_params() if params is None else params
         if name is None:
             name = next(name for name in self._names if name not in self._waiting)
-        elif name in self._waiting:
-            raise RequestError(f"request id {name!r} is in use; expected a new one")
+        self.inputs.check_call(name, kind, self._waiting)
         ids = self.inputs.encode(prompt)
         with self.inputs.forgetting_refused():
             requests = self.inputs.requests(name, ids, params)

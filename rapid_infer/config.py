@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from rapid_infer.errors import ConfigError
+from rapid_infer.fields import check_fields
 
 DTYPES = {
     "bfloat16": "bfloat16", "bf16": "bfloat16",
@@ -19,6 +20,14 @@ DTYPES = {
 }  # fmt: skip
 LOAD_FORMATS = ("auto", "dummy")
 HUBS = ("auto", "huggingface", "modelscope")
+
+_RANGES = (
+    *((name, 1, 2**31 - 1) for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size")),
+    ("num_threads", 1, 2**31 - 1),
+    ("kv_cache_memory_bytes", 1, 2**63 - 1),
+    ("queue_depth", 1, 2),
+    ("seed", -(2**63), 2**63 - 1),
+)
 
 
 @dataclass(frozen=True)
@@ -160,24 +169,17 @@ class EngineArgs:
         return cls(**kwargs)
 
     def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
         for name in ("tensor_parallel_size", "expert_parallel_size"):
             if getattr(self, name) != 1:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: this version runs on one rank; use {name}=1")
         _check(self.dtype in ("auto", *DTYPES), "dtype", self.dtype, f"'auto' or one of {sorted(set(DTYPES.values()))}")
         _check(self.load_format in LOAD_FORMATS, "load_format", self.load_format, f"one of {list(LOAD_FORMATS)}")
-        hubs = str(self.hub).split(",")
+        hubs = self.hub.split(",")
         _check(set(hubs) <= set(HUBS), "hub", self.hub, f"one of {list(HUBS)}, or several in order with commas")
-        for name in (
-            "max_model_len",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "block_size",
-            "kv_cache_memory_bytes",
-            "num_threads",
-        ):
+        for name, low, high in _RANGES:
             value = getattr(self, name)
-            _check(value is None or (isinstance(value, int) and value >= 1), name, value, "an integer >= 1")
-        _check(self.queue_depth in (None, 1, 2), "queue_depth", self.queue_depth, "1 or 2")
+            _check(value is None or low <= value <= high, name, value, f"an integer from {low} to {high}")
         _check(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")
 
     def resolve(self, checkpoint: CheckpointFacts, device: DeviceFacts) -> EngineConfig:

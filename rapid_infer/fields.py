@@ -9,6 +9,9 @@ import msgspec
 
 _NAMES = {bool: "True or False", int: "an integer", float: "a number", str: "text", NoneType: "None"}
 
+PLAIN = frozenset(_NAMES)
+"""Types of which a value needs no `plain`."""
+
 
 def plain(value: Any) -> Any:
     """`value`, and what it holds, with the scalars and arrays of numpy and torch as numbers and lists."""
@@ -33,17 +36,22 @@ def check_text(name: str, text: str, error: type[Exception]) -> None:
 
 
 def check_fields(options: Any, error: type[Exception]) -> None:
-    """Check every field of a frozen dataclass against its annotation; `error` names the first that is wrong."""
+    """Check every field of a frozen dataclass against its annotation; `error` names the first that is wrong.
+
+    Texts must be ones that can be sent to another process.
+    """
     for name, kind in get_type_hints(type(options)).items():
         value = plain(getattr(options, name))
-        try:
-            value = msgspec.convert(value, kind)
-        except msgspec.ValidationError:
-            raise error(f"{name} must be {_describe(kind)}, got {value!r:.80}") from None
         if isinstance(value, str):
             check_text(name, value, error)
             if not value:
                 raise error(f"{name} must be {_describe(kind)}, got an empty one")
+        try:
+            value = msgspec.convert(value, kind)
+            if isinstance(value, dict):
+                msgspec.msgpack.encode(value)
+        except (msgspec.ValidationError, UnicodeEncodeError):
+            raise error(f"{name} must be {_describe(kind)}, got {value!r:.80}") from None
         object.__setattr__(options, name, value)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
 from types import TracebackType
 from typing import Any
 
@@ -25,7 +26,7 @@ class LLM:
     manager, or call `close()`, to free the memory.
     """
 
-    def __init__(self, model: str = "demo", **kwargs: Any) -> None:
+    def __init__(self, model: str | PathLike[str] = "demo", **kwargs: Any) -> None:
         self.engine = LLMEngine(model, **kwargs)
         self._ids = itertools.count()
         self._inbox: dict[str, deque[RequestOutput]] = {}
@@ -37,7 +38,7 @@ class LLM:
         `outputs[i].finish_reason == "error"`; the others are unaffected.
         """
         batch = _as_batch(prompts)
-        params = _spread(sampling_params or self.default_sampling_params(), len(batch))
+        params = _spread(self.default_sampling_params() if sampling_params is None else sampling_params, len(batch))
         names = [f"generate-{next(self._ids)}" for _ in batch]
         inputs = self.engine.inputs
         try:
@@ -139,22 +140,20 @@ class LLM:
         self.close()
 
 
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_batch(prompts: Any) -> list[Prompt]:
+    """Each prompt alone. Numbers side by side are one prompt; rows of an array are several."""
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Sequence):
+    items = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    if not isinstance(items, Sequence) or isinstance(prompts, bytes | bytearray | memoryview):
         raise RequestError(f"prompts must be text, token ids, or a list of either, got {type(prompts).__name__}")
-    items: list[Any] = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
-        return [items]
-    for item in items:
-        if not isinstance(item, Sequence):
-            raise RequestError(f"a prompt must be text or a list of token ids, got {item!r:.80}")
-    return items
+    if items and not any(isinstance(item, Sequence) or getattr(item, "ndim", 0) for item in items):
+        return [list(items)]
+    return list(items)
 
 
-def _spread(params: SamplingParams | Sequence[SamplingParams], n: int) -> list[SamplingParams]:
-    if isinstance(params, SamplingParams):
+def _spread(params: Any, n: int) -> list[SamplingParams]:
+    if not isinstance(params, list | tuple):
         return [params] * n
     if len(params) != n:
         raise RequestError(f"got {len(params)} sampling_params for {n} prompts; give one for all or one for each")

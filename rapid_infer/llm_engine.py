@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from rapid_infer.config import CheckpointFacts, EngineArgs, EngineConfig
 from rapid_infer.engine.core import EngineCore
 from rapid_infer.engine.results import StepOutputs
-from rapid_infer.errors import RequestError
+from rapid_infer.errors import ConfigError
 from rapid_infer.frontend import EngineFacts, InputProcessor, OutputProcessor, Prompt
 from rapid_infer.models.checkpoint import Checkpoint, read_checkpoint
 from rapid_infer.outputs import RequestOutput, RequestOutputKind
@@ -32,7 +33,7 @@ class LLMEngine:
     Errors at construction: ConfigError, PluginError, WeightError, HubError.
     """
 
-    def __init__(self, model: str = "demo", **kwargs: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str] = "demo", **kwargs: Any) -> None:
         self.args = EngineArgs.from_kwargs(**kwargs)
         self.checkpoint, entry = locate(model, self.args)
         with KernelCompiler(self.checkpoint.path, entry, self.args) as compiler:
@@ -63,9 +64,8 @@ class LLMEngine:
 
         RequestError, and nothing queued, when it is invalid or the id is in use.
         """
-        params = params or self.default_sampling_params()
-        if request_id in self.outputs:
-            raise RequestError(f"request id {request_id!r} is in use; expected a new one")
+        params = self.default_sampling_params() if params is None else params
+        self.inputs.check_call(request_id, output_kind, self.outputs)
         ids = self.inputs.encode(prompt)
         with self.inputs.forgetting_refused():
             requests = self.inputs.requests(request_id, ids, params)
@@ -107,10 +107,18 @@ class LLMEngine:
 
 
 @traced("llm_engine.locate")
-def locate(model: str, args: EngineArgs) -> tuple[Checkpoint, Entry]:
+def locate(model: str | os.PathLike[str], args: EngineArgs) -> tuple[Checkpoint, Entry]:
     """The model's files, and the plugin entry that serves them; imports no plugin and loads no weights."""
     from rapid_infer import hub
 
+    if isinstance(model, os.PathLike):
+        # A path never means a name on a hub.
+        path = os.path.abspath(model)
+        if not os.path.isdir(path):
+            raise ConfigError(f"model {os.fspath(model)!r} is a path, but no directory is there: give text for a hub")
+        model = path
+    if not isinstance(model, str) or not model:
+        raise ConfigError(f"model must be a directory, a name such as 'Qwen/Qwen3-8B', or 'demo', got {model!r:.80}")
     checkpoint = read_checkpoint(hub.resolve(model, revision=args.revision, hub=args.hub))
     return checkpoint, ModelRegistry.lookup(checkpoint.architecture, args.model_plugin)
 

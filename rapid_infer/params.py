@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
 from rapid_infer.errors import RequestError
+from rapid_infer.fields import PLAIN, check_text, plain
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing logits by less overflows float32."""
@@ -66,6 +66,9 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        for name in _RULES:
+            if type(value := getattr(self, name)) not in PLAIN:
+                object.__setattr__(self, name, plain(value))
         for name in ("stop", "stop_token_ids"):
             value = getattr(self, name)
             object.__setattr__(self, name, () if value is None else _as_tuple(value))
@@ -76,6 +79,8 @@ class SamplingParams:
             value = getattr(self, name)
             if not holds(value):
                 raise RequestError(f"{name} must be {expected}, got {value!r}")
+        for stop in self.stop:
+            check_text("stop", stop, RequestError)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
 
@@ -120,7 +125,7 @@ def _as_tuple(value: Any) -> Any:
 def _int_keys(bias: Any) -> dict[int, float]:
     """JSON has only text keys; ids may come as text."""
     try:
-        return {key if _is_int(key) else int(_text(key)): value for key, value in bias.items()}
+        return {key if _is_int(key, -math.inf, math.inf) else int(_text(key)): value for key, value in bias.items()}
     except (AttributeError, TypeError, ValueError):
         raise RequestError(f"logit_bias must map token ids to numbers, got {bias!r}") from None
 
@@ -131,14 +136,12 @@ def _text(key: object) -> str:
     return key
 
 
-def _is_int(value: object, low: float = -math.inf, high: float = math.inf) -> bool:
+def _is_int(value: object, low: float = -(2**63), high: float = 2**63 - 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
 def _is_number(value: object, low: float = -math.inf, high: float = math.inf) -> bool:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return False
-    return low <= value <= high and abs(value) <= sys.float_info.max
+    return (_is_int(value) or (isinstance(value, float) and math.isfinite(value))) and low <= value <= high  # type: ignore[operator]
 
 
 def _ids(values: object) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +13,8 @@ import numpy as np
 from rapid_infer.engine.request import Request, outside_vocabulary, validate_prompt
 from rapid_infer.engine.step_plan import I32
 from rapid_infer.errors import RequestError
+from rapid_infer.fields import check_text, plain
+from rapid_infer.outputs import RequestOutputKind
 from rapid_infer.params import SamplingParams
 from rapid_infer.text import Tokenizer
 
@@ -60,17 +62,30 @@ class InputProcessor:
             self._arrivals = arrivals
             raise
 
+    @staticmethod
+    def check_call(request_id: str, output_kind: RequestOutputKind, in_use: Container[str]) -> None:
+        """RequestError for an id that is no text or in use, and for what is no output kind."""
+        if not isinstance(request_id, str):
+            raise RequestError(f"a request id must be text, got {request_id!r:.80}")
+        check_text("the request id", request_id, RequestError)
+        if request_id in in_use:
+            raise RequestError(f"request id {request_id!r} is in use; expected a new one")
+        if not isinstance(output_kind, RequestOutputKind):
+            kinds = ", ".join(map(str, RequestOutputKind))
+            raise RequestError(f"output_kind must be one of {kinds}, got {output_kind!r:.80}")
+
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, not looked at yet. RequestError when it is text and there is no tokenizer."""
+        """Token ids of a prompt. RequestError when it is text and there is no tokenizer, or neither text nor ids."""
         return self.encode_all([prompt])[0]
 
     def encode_all(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """As `encode`, for each of them; texts are tokenized together."""
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        taken = [prompt if isinstance(prompt, str) else _token_ids(prompt) for prompt in prompts]
+        texts = [prompt for prompt in taken if isinstance(prompt, str)]
         if texts and self.tokenizer is None:
             raise RequestError("got a text prompt, but skip_tokenizer_init=True: give token ids")
         encoded = iter(self.tokenizer.encode_all(texts) if self.tokenizer is not None else ())
-        return [next(encoded) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+        return [next(encoded) if isinstance(prompt, str) else prompt for prompt in taken]
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Token ids of a conversation; `options` are those of `LLM.encode_chat`. RequestError without a tokenizer."""
@@ -92,14 +107,16 @@ class InputProcessor:
 
     def _pack(self, ids: Sequence[int]) -> I32:
         try:
-            # Refuses what is no integer, and is several times faster than looking at each one.
             return np.frombuffer(struct.pack(f"{len(ids)}i", *ids), np.int32)
         except struct.error:
-            if not all(isinstance(token, int) for token in ids):
-                raise RequestError(f"a prompt must be text or a list of token ids, got {ids!r:.80}") from None
             raise outside_vocabulary(max(ids, key=abs), self.facts.vocab_size) from None
 
     def _check(self, params: SamplingParams) -> None:
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"sampling parameters must be SamplingParams, got {type(params).__name__} {params!r:.80}: write "
+                "SamplingParams(temperature=0), or SamplingParams.from_dict(...) for a dict"
+            )
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need the tokenizer, but skip_tokenizer_init=True: use stop_token_ids")
         for name in ("allowed_token_ids", "logit_bias", "stop_token_ids"):
@@ -134,6 +151,23 @@ class InputProcessor:
             sample_index=index,
             share_key=share,
         )
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    """A prompt that is no text, as a list of Python's integers: lists, tuples, arrays and tensors of one dimension."""
+    given = prompt.tolist() if hasattr(prompt, "tolist") and not isinstance(prompt, memoryview) else prompt
+    if isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray | memoryview):
+        ids = list(given)
+        try:
+            # The sum says of all at once whether they are Python's: looking at each takes longer than all else here.
+            if not ids or (type(ids[0]) is type(ids[-1]) is int and type(sum(ids)) is int):
+                return ids
+        except TypeError:
+            pass
+        ids = plain(ids)
+        if all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+            return ids
+    raise RequestError(f"a prompt must be text or a list of token ids, got {type(prompt).__name__} {prompt!r:.80}")
 
 
 def mix_seed(seed: int, arrival: int) -> int:

@@ -91,7 +91,7 @@ class OutputProcessor:
         self._unwatched: list[str] = []
         self._log: list[list[int]] = []
 
-    def __contains__(self, request_id: str) -> bool:
+    def __contains__(self, request_id: object) -> bool:
         return request_id in self._parents
 
     def __len__(self) -> int:

@@ -303,7 +303,8 @@ def test_prefixes_are_reused_until_they_are_forgotten(llm: AsyncLLM) -> None:
         ([199], GREEDY, "token id 199 is outside the vocabulary"),
         ([1] * 512, GREEDY, "max_model_len=512"),
         ([1], SamplingParams(allowed_token_ids=[500]), "allowed_token_ids holds 500"),
-        ([1], SamplingParams(stop="\ud800"), "cannot be sent to the engine"),
+        ([1], {"temperature": 0}, "must be SamplingParams, got dict"),
+        (b"text", GREEDY, "must be text or a list of token ids, got bytes"),
     ],
 )
 def test_a_bad_request_is_refused_and_the_next_one_works(
@@ -315,6 +316,14 @@ def test_a_bad_request_is_refused_and_the_next_one_works(
         assert await tokens(llm)
 
     run(ask())
+
+
+def test_what_no_message_can_hold_is_refused(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("rapid_infer.async_llm.frame", lambda payload: frame(payload, 10))
+        with pytest.raises(RequestError, match=r"cannot be sent to the engine: a message of .* bytes is larger"):
+            run(collect(llm, PROMPT, GREEDY))
+    assert run(tokens(llm))
 
 
 def test_an_id_in_use_is_refused(llm: AsyncLLM) -> None:
@@ -362,7 +371,7 @@ def test_startup_fails_with_the_errors_of_llm(path: str, tmp_path: Path) -> None
         AsyncLLM(path, max_num_seq=4)
     with pytest.raises(HubError, match="does not exist"):
         AsyncLLM(str(tmp_path / "nowhere"))
-    with pytest.raises(ConfigError, match="cannot be used"):
+    with pytest.raises(ConfigError, match="seed must be an integer from"):
         AsyncLLM(path, **{**TOKENS_ONLY, "seed": 2**64})
 
 
