@@ -101,7 +101,6 @@ class OutputProcessor:
         self, output: RequestOutput, params: SamplingParams, kind: RequestOutputKind, engine_ids: Iterable[str]
     ) -> None:
         """Expect results of the n completions named `engine_ids`; `output` is what they are added to."""
-        self._empty_log()
         shown, delta = kind is not RequestOutputKind.FINAL_ONLY, kind is RequestOutputKind.DELTA
         parent = _Parent(output, shown, delta)
         for index, name in enumerate(engine_ids):
@@ -128,24 +127,11 @@ class OutputProcessor:
 
     def discard(self, request_ids: Iterable[str]) -> list[str]:
         """Forget requests, as for a caller that went away; returns the engine's ids to abort."""
-        self._empty_log()
         request_ids = list(request_ids)
         names = self.engine_ids(request_ids)
         for request_id in request_ids:
             self._parents.pop(request_id, None)
         return [name for name in names if self._live.pop(name, None) is not None]
-
-    def fail(self, request_id: str, error: str) -> RequestOutput | None:
-        """End a whole request with an error that did not come from a step."""
-        self._empty_log()
-        parent = self._parents.pop(request_id, None)
-        if parent is None:
-            return None
-        for name, completion in parent.completions.items():
-            if self._live.pop(name, None) is not None:
-                completion.end(FinishReason.ERROR, error)
-        parent.output.finished = True
-        return self._output(parent)
 
     def process(self, step: StepOutputs) -> tuple[list[RequestOutput], list[str]]:
         """Outputs of the requests that have something new, and the engine's ids that a stop string has ended."""
