@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Job = Callable[[], str]
 
-LARGE = 10_000
+LARGE = 7_000
 """Characters of a kernel that takes seconds to compile: it gets a process as soon as it is found."""
 
 

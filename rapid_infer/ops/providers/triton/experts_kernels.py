@@ -47,7 +47,7 @@ def write(values, out_ptr, row, width, column, inside):
     tl.store(to, values.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (column < width)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def gate_up_kernel(
     x_ptr, weight_ptr, out_ptr, slots_ptr, order_ptr, expert_ptr, first_ptr, last_ptr, x_stride, tiles, size, hidden,
     TOP_K: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
@@ -81,7 +81,7 @@ def gate_up_kernel(
     write(gate * tl.sigmoid(gate) * up, out_ptr, place, size, column, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def down_kernel(
     x_ptr, weight_ptr, out_ptr, slots_ptr, order_ptr, expert_ptr, first_ptr, last_ptr, tiles, size, hidden,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,

@@ -56,7 +56,7 @@ def _count_kernel(slots_ptr, counts_ptr, choices, EXPERTS_PAD: tl.constexpr, CHO
     tl.store(counts_ptr + part * EXPERTS_PAD + tl.arange(0, EXPERTS_PAD), counts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def _sort_kernel(
     slots_ptr, counts_ptr, order_ptr, expert_ptr, first_ptr, last_ptr, choices, parts, experts, tiles,
     EXPERTS_PAD: tl.constexpr, TILE: tl.constexpr, CHOICES: tl.constexpr, TILES: tl.constexpr,

@@ -26,7 +26,7 @@ def _needed(expert_ptr, tiles):
     return count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def gate_up_tma_kernel(
     x_ptr, weight, out_ptr, slots_ptr, order_ptr, expert_ptr, first_ptr, last_ptr, x_stride, tiles, size, hidden,
     TOP_K: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
@@ -61,7 +61,7 @@ def gate_up_tma_kernel(
         write(gate * tl.sigmoid(gate) * up, out_ptr, place, size, block * N + tl.arange(0, N), inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def down_tma_kernel(
     x, weight, out_ptr, slots_ptr, order_ptr, expert_ptr, first_ptr, last_ptr, tiles, size, hidden,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
