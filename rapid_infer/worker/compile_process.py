@@ -12,6 +12,7 @@ import select
 import signal
 import struct
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -58,11 +59,10 @@ class Target(msgspec.Struct):
 
 
 class Progress(msgspec.Struct, omit_defaults=True):
-    """`done` of `total` kernels are there; `error`: why no more will be; `failed`: one that could not be compiled."""
+    """`done` of `total` kernels are there; `error`: why no more will be."""
 
     done: int = 0
     total: int = 0
-    failed: str | None = None
     error: str | None = None
 
 
@@ -126,45 +126,43 @@ def _compile_all(
     model_config = _model_config(target, cls, checkpoint)
     assume_gpu(target.gpu)
     precompile.compile_for(target.gpu)
-    linked = precompile.can_link()
-    crew, total = Crew(), 0
     later: list[Launch] = []
+    with tempfile.TemporaryDirectory() as folder, Crew() as crew:
+        claims = Path(folder) if precompile.can_link() else None
 
-    def take(launch: Launch) -> None:
-        nonlocal total
-        total += 1
-        if launch.size >= LARGE:
-            crew.start([lambda: launch.compile(launcher=linked)], 1)
-        else:
-            later.append(launch)
+        def take(launch: Launch) -> None:
+            if launch.size >= LARGE:
+                crew.start([partial(launch.compile, claims)], 1)
+            else:
+                later.append(launch)
 
-    with crew:
         plan_kernels(cls, model_config, checkpoint, target.config, take)
         later.sort(key=lambda launch: (-launch.size, launch.name))
-        jobs: list[Job] = [partial(launch.compile, launcher=linked) for launch in later]
-        if linked:
-            jobs.insert(0, precompile.compile_driver)
-            total += 1
-        crew.start(jobs, len(os.sched_getaffinity(0)))
-        say(Progress(0, total))
+        jobs: list[Job] = [partial(launch.compile, claims) for launch in later]
+        crew.start(jobs if claims is None else [precompile.compile_driver, *jobs], len(os.sched_getaffinity(0)))
         names: dict[str, None] = {}
-        done = 0
-        for error, name in crew.results():
-            done += not error
-            if not error:
-                names[name] = None
-            say(Progress(done, total, failed=name if error else None))
-    if done < total:
-        raise RuntimeError(f"{total - done} of {total} kernels were not compiled")
+        say(Progress(0, crew.total))
+        for name in crew.results():
+            names[name] = None
+            say(Progress(len(crew.done), crew.total))
+    if crew.failed:
+        why = "; ".join(crew.failed.values())
+        raise RuntimeError(f"{len(crew.failed)} of {crew.total} kernels were not compiled: {why:.500}")
     kernels.write(target.gpu, sorted(filter(None, names)))
 
 
 class Crew:
-    """Forked processes that work off jobs. A context manager, which ends them."""
+    """Forked processes that work off jobs. A context manager, which ends them.
+
+    `done` holds the numbers of jobs that are done, `failed` why others are not.
+    """
 
     def __init__(self) -> None:
+        self._jobs: list[Job] = []
         self._children: list[int] = []
-        self._read, self._write = os.pipe()
+        self._pipe = os.pipe()
+        self.done: set[int] = set()
+        self.failed: dict[int, str] = {}
 
     def __enter__(self) -> Crew:
         return self
@@ -175,43 +173,74 @@ class Crew:
                 os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
 
+    @property
+    def total(self) -> int:
+        return len(self._jobs)
+
     def start(self, jobs: Sequence[Job], processes: int) -> None:
         """Let new processes work off these jobs in their order, each taking the next one when it is done with one."""
+        first = len(self._jobs)
+        self._jobs += jobs
+        self._work_off(range(first, len(self._jobs)), processes)
+
+    def results(self) -> Iterator[str]:
+        """What each job returned, as it ends. One that failed, or whose process died, is tried once more, since memory
+        may have been short. EOFError when our parent has gone.
+        """
+        yield from self._answers()
+        missing = [number for number in range(self.total) if number not in self.done]
+        if missing:
+            self._pipe = os.pipe()
+            self._work_off(missing, 1)
+            yield from self._answers()
+        for number in range(self.total):
+            if number not in self.done:
+                self.failed.setdefault(number, "its process died")
+
+    def _work_off(self, numbers: Sequence[int], processes: int) -> None:
         todo, fill = os.pipe()
-        os.write(fill, b"".join(struct.pack("<I", number) for number in range(len(jobs))))
+        os.write(fill, b"".join(struct.pack("<I", number) for number in numbers))
         os.close(fill)
-        for _ in range(min(processes, len(jobs))):
+        for _ in range(min(processes, len(numbers))):
             child = os.fork()
             if not child:
-                self._work(jobs, todo)
+                self._work(todo)
             self._children.append(child)
         os.close(todo)
 
-    def _work(self, jobs: Sequence[Job], todo: int) -> None:
+    def _work(self, todo: int) -> None:
         parent = os.getppid()
         os.nice(5)
-        while (number := os.read(todo, 4)) and os.getppid() == parent:
+        while (packed := os.read(todo, 4)) and os.getppid() == parent:
+            [number] = struct.unpack("<I", packed)
             try:
-                answer = (False, jobs[struct.unpack("<I", number)[0]]())
+                answer = (number, True, self._jobs[number]())
             except BaseException as error:
-                answer = (True, f"{type(error).__name__}: {error}"[:1000])
-            os.write(self._write, msgspec.json.encode(answer) + b"\n")
+                answer = (number, False, f"{type(error).__name__}: {error}"[:1000])
+            os.write(self._pipe[1], msgspec.json.encode(answer) + b"\n")
         os._exit(0)
 
-    def results(self) -> Iterator[tuple[bool, str]]:
-        """(whether it failed, what it returned or why) of each job as it ends; EOFError when our parent has gone."""
-        os.close(self._write)
+    def _answers(self) -> Iterator[str]:
+        read, write = self._pipe
+        os.close(write)
         rest = b""
         while True:
-            ready, _, _ = select.select([self._read, sys.stdin], [], [])
-            if self._read not in ready:
+            ready, _, _ = select.select([read, sys.stdin], [], [])
+            if read not in ready:
                 raise EOFError("nobody waits for these kernels any more")
-            piece = os.read(self._read, 1 << 16)
+            piece = os.read(read, 1 << 16)
             if not piece:
+                os.close(read)
                 return
             *lines, rest = (rest + piece).split(b"\n")
             for line in lines:
-                yield msgspec.json.decode(line, type=tuple[bool, str])
+                number, done, text = msgspec.json.decode(line, type=tuple[int, bool, str])
+                if done:
+                    self.done.add(number)
+                    self.failed.pop(number, None)
+                    yield text
+                else:
+                    self.failed[number] = text
 
 
 if __name__ == "__main__":

@@ -80,8 +80,6 @@ class KernelCompiler:
         try:
             with progress() as show:
                 for word in _words(self._process):
-                    if word.failed is not None:
-                        logger.debug("a kernel could not be compiled: %s", word.failed)
                     last = word if word.error is None else msgspec.structs.replace(last, error=word.error)
                     show(last.done, last.total)
         finally:

@@ -19,12 +19,11 @@ from rapid_infer.engine.step_plan import PromptScores, SamplingFeatures, StepPla
 from rapid_infer.layers.stack import distinct_layers
 from rapid_infer.loader import finalize
 from rapid_infer.models.checkpoint import Checkpoint
-from rapid_infer.ops.step_inputs import Letter
 from rapid_infer.worker import build
 from rapid_infer.worker.eager_step import SCORED_AT_ONCE, EagerStep
 from rapid_infer.worker.graph_runner import DECODE, GREEDY, GraphRunner
-from rapid_infer.worker.mailbox import Mailbox
 from rapid_infer.worker.memory import largest_step
+from rapid_infer.worker.model_runner import make_mailbox
 from rapid_infer.worker.request_table import RequestTable
 from rapid_infer.worker.sampler import SamplingOps
 
@@ -85,8 +84,8 @@ class _Steps:
 
     def run_graphs(self) -> None:
         """All that may ever be recorded."""
-        layout = Letter(self.max_rows, 1, self.max_tokens)
-        mailbox = Mailbox(META, layout, slots=2, table_shape=self.table.block_tables.shape)
+        slots = self.config.scheduler.queue_depth + 1
+        mailbox = make_mailbox(self.table, self.max_tokens, self.config.cache.block_size, slots)
         graphs = GraphRunner(
             self.built.model,
             self.table,

@@ -82,10 +82,7 @@ class ModelRunner:
 
         The caches must be bound and stay where they are. `recorder`: a new one of this device unless given.
         """
-        rows, groups = self.table.dummy, len(self.table.block_tables)
-        updates = UPDATES_PER_ROW * rows + max_tokens // self.block_size
-        layout = Letter(rows, updates * groups, max_tokens)
-        mailbox = Mailbox(self.device, layout, slots=self._slots, table_shape=self.table.block_tables.shape)
+        mailbox = make_mailbox(self.table, max_tokens, self.block_size, self._slots)
         graphs = GraphRunner(
             self.model,
             self.table,
@@ -193,6 +190,14 @@ class ModelRunner:
             tokens, failed = handle.tokens.numpy().astype(np.int32), handle.failed.numpy()
         count = handle.count
         return StepResult(tokens, failed, _to_arrays(handle.logprobs, count), _to_arrays(handle.prompt_logprobs))
+
+
+def make_mailbox(table: RequestTable, max_tokens: int, block_size: int, slots: int) -> Mailbox:
+    """For recorded steps of up to `max_tokens` tokens over the rows of `table`."""
+    rows, groups = table.dummy, len(table.block_tables)
+    updates = UPDATES_PER_ROW * rows + max_tokens // block_size
+    layout = Letter(rows, updates * groups, max_tokens)
+    return Mailbox(table.length.device, layout, slots=slots, table_shape=table.block_tables.shape)
 
 
 def _to_arrays(logprobs: Logprobs | None, count: int | None = None) -> LogprobArrays | None:

@@ -6,9 +6,10 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -104,12 +105,9 @@ def test_jobs_are_done_and_faults_told(processes: int, parent: IO[str]) -> None:
     with Crew() as crew:
         crew.start([lambda: "alone"], 1)
         crew.start([lambda n=n: f"kernel {n}" for n in range(5)] + [fails], processes)
-        results = sorted(crew.results())
-    assert results == [
-        (False, "alone"),
-        *((False, f"kernel {n}") for n in range(5)),
-        (True, "ValueError: no such kernel"),
-    ]
+        assert sorted(crew.results()) == ["alone", *(f"kernel {n}" for n in range(5))]
+    assert crew.total == 7
+    assert crew.failed == {6: "ValueError: no such kernel"}
 
 
 def test_a_process_that_dies_leaves_the_others(parent: IO[str]) -> None:
@@ -120,7 +118,25 @@ def test_a_process_that_dies_leaves_the_others(parent: IO[str]) -> None:
     with Crew() as crew:
         crew.start([dies], 1)
         crew.start([lambda: "done"], 1)
-        assert list(crew.results()) == [(False, "done")]
+        assert list(crew.results()) == ["done"]
+    assert crew.failed == {0: "its process died"}
+
+
+def test_what_failed_is_tried_once_more(parent: IO[str], tmp_path: Path) -> None:
+    def fails_once(name: str, how: Callable[[], None]) -> str:
+        if not (tmp_path / name).exists():
+            (tmp_path / name).touch()
+            how()
+        return name
+
+    def raises() -> None:
+        raise MemoryError
+
+    with Crew() as crew:
+        crew.start([partial(fails_once, "one", raises), lambda: "fine"], 1)
+        crew.start([partial(fails_once, "two", lambda: os.kill(os.getpid(), signal.SIGKILL))], 1)
+        assert sorted(crew.results()) == ["fine", "one", "two"]
+    assert not crew.failed
 
 
 def test_processes_end_when_nobody_waits_any_more(parent: IO[str]) -> None:
@@ -168,7 +184,7 @@ def waited_for(checkpoint: Path) -> tuple[Progress, list[tuple[int, int]]]:
     ("words", "code", "error"),
     [
         ([Progress(0, 2), Progress(1, 2), Progress(2, 2)], 0, None),
-        ([Progress(0, 2), Progress(0, 2, failed="why"), Progress(error="1 of 2 kernels failed")], 1, "1 of 2"),
+        ([Progress(0, 2), Progress(1, 2), Progress(error="1 of 2 kernels failed")], 1, "1 of 2"),
         ([Progress(0, 2)], 3, "ended with exit code 3"),
         ([], 7, "ended with exit code 7"),
     ],

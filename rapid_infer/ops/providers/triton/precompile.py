@@ -6,12 +6,14 @@ addresses and integers are multiples of 16, not for their values.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,14 +47,23 @@ class Launch:
         """Characters of the kernel and all it calls, which is a guess at how long it takes to compile."""
         return _size(self.kernel)
 
-    def compile(self, launcher: bool = True) -> str:
+    def compile(self, claims: Path | None = None) -> str:
         """Put the kernel into Triton's cache unless it is there; returns its folder's name within.
 
-        `launcher`: also the host's code that launches it, which is linked with the driver's library.
+        With `claims`, a folder that is empty at first, also the host's code that launches it, which is linked with the
+        driver's library: the same for all kernels with such parameters, so that one of the processes makes it.
         """
         compiled: Any = _RUN(self.kernel, *self.args, grid=(1,), warmup=True, **self.kwargs)
-        if launcher:
-            CudaLauncher(compiled.src, compiled.metadata)
+        if claims is not None:
+            parameters = repr(
+                (list(compiled.src.signature.values()), getattr(compiled.metadata, "tensordesc_meta", None))
+            )
+            try:
+                (claims / hashlib.sha256(parameters.encode()).hexdigest()).touch(exist_ok=False)
+            except FileExistsError:
+                pass
+            else:
+                CudaLauncher(compiled.src, compiled.metadata)
         return get_cache_manager(compiled.hash).key
 
 
