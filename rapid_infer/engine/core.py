@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from rapid_infer.cache.manager import CacheManager
@@ -23,54 +24,74 @@ from rapid_infer.profiling import span
 
 logger = logging.getLogger(__name__)
 
+CLOSED = "the engine was closed; make a new one"
+INTERRUPTED = "the engine was interrupted in the middle of a step; all requests that it had were dropped"
+
 
 class EngineCore:
     """Drives one executor. `queue_depth` steps may be in flight: with 2, step N+1 is launched before N is read.
 
-    Every request added ends in exactly one `Finished` event of some `step()`.
+    Every request added ends in exactly one `Finished` event of some `step()`. Whatever is raised in the middle of a
+    call, an interrupt or a MemoryError say, reaches the caller; the next call then starts over with empty caches, and
+    all requests that were there end in an error. For one thread at a time.
     """
 
     def __init__(self, config: EngineConfig, executor: Executor) -> None:
         self.executor = executor
         self.info = executor.info
         self.queue_depth = config.scheduler.queue_depth
-        self.cache = CacheManager(self.info.groups, self.info.num_blocks, self.info.block_size)
-        self.scheduler = Scheduler(config.scheduler, self.cache)
+        self._config = config.scheduler
         self._requests: dict[str, Request] = {}
-        self._in_flight: deque[tuple[Launch, Any]] = deque()
-        self._early = StepOutputs()
+        self._outputs = StepOutputs()
         self._dead: str | None = None
+        self._begin()
+
+    def _begin(self, last_step: int = 0) -> None:
+        """Nothing is cached, planned or in flight."""
+        self.cache = CacheManager(self.info.groups, self.info.num_blocks, self.info.block_size)
+        self.scheduler = Scheduler(self._config, self.cache, last_step=last_step)
+        self._in_flight: deque[tuple[Launch, Any]] = deque()
+        # Set while a call changes things: found set by the next call, it says that this one was cut short.
+        self._changing = False
 
     def add_request(self, request: Request) -> None:
         """Queue a request. RequestError, and nothing queued, when it can never run or its id is in use."""
-        self._check_alive()
+        self._check_usable()
         validate_prompt(request.prompt_token_ids, self.info.vocab_size, self.info.max_model_len)
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use; expected a new one")
         allowed = request.params.allowed_token_ids
         if allowed is not None and request.mask is None:
             request.mask = AllowedTokens(allowed, self.info.vocab_size)
+        self._changing = True
         self._requests[request.request_id] = request
         self.scheduler.add(request)
+        self._changing = False
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests; ids that are unknown or already ended are ignored. The next `step()` reports it."""
+        if self._dead is not None:
+            return
+        self._check_usable()
+        self._changing = True
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None and request.status is not RequestStatus.FINISHED:
                 self.scheduler.finish(request, FinishReason.ABORT)
-                self._early.end(request)
+                self._outputs.end(request)
+        self._changing = False
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._requests or self._in_flight)
+        return bool(self._requests or self._in_flight or self._outputs.finished)
 
     def step(self) -> StepOutputs:
         """Launch the next step if there is one, and collect when the queue is full or nothing can be launched.
 
         A forward that raises ends that step's requests with an error; EngineDeadError when the device is lost with it.
         """
-        self._check_alive()
-        outputs, self._early = self._early, StepOutputs()
+        self._check_usable()
+        self._changing = True
+        outputs = self._outputs
         with span("engine.schedule"):
             launch = self.scheduler.schedule()
         if launch is not None:
@@ -84,9 +105,10 @@ class EngineCore:
             self.cache.collected(self.scheduler.last_step)
         for finished in outputs.finished:
             self._requests.pop(finished.request_id, None)
-        if not self.has_unfinished_requests() and self.cache.num_free != self.cache.num_usable:
+        if not (self._requests or self._in_flight) and self.cache.num_free != self.cache.num_usable:
             # Names the blocks that leaked; looking at all of them takes milliseconds.
             self.check_integrity()
+        self._outputs, self._changing = StepOutputs(), False
         return outputs
 
     def _launch(self, launch: Launch, outputs: StepOutputs) -> None:
@@ -94,7 +116,7 @@ class EngineCore:
         try:
             with span("engine.launch"):
                 handle = begin(launch.plan)
-        except BaseException as error:
+        except Exception as error:
             self._fail([launch], error, outputs)
             return
         self._in_flight.append((launch, handle))
@@ -111,7 +133,7 @@ class EngineCore:
         masks, failed = make_masks(running, self.info.vocab_size)
         try:
             self.executor.launch_finish(handle, masks)
-        except BaseException as error:
+        except Exception as error:
             self._in_flight.clear()
             self._fail([launch], error, outputs)
         self._end(failed, outputs)
@@ -127,7 +149,7 @@ class EngineCore:
         try:
             with span("engine.collect"):
                 result = self.executor.collect(handle)
-        except BaseException as error:
+        except Exception as error:
             later = [launch for launch, _ in self._in_flight]
             self._in_flight.clear()
             self._fail([launch, *later], error, outputs)
@@ -146,18 +168,40 @@ class EngineCore:
         self.cache.unpublish_deferred()
         if not self.executor.healthy():
             self._die(text, error)
-        if not isinstance(error, Exception):
-            # An interrupt is for the caller; the next step reports what it ended.
-            self._early = outputs
-            raise error
 
     def _die(self, text: str, cause: BaseException | None = None) -> None:
-        self._dead = text
+        self._dead = f"the engine is dead: {text}"
         raise EngineDeadError(f"the engine cannot go on: {text}") from cause
 
-    def _check_alive(self) -> None:
+    def _check_usable(self) -> None:
         if self._dead is not None:
-            raise EngineDeadError(f"the engine is dead: {self._dead}")
+            raise EngineDeadError(self._dead)
+        if self._changing:
+            self._start_over()
+
+    def _start_over(self) -> None:
+        """After a call that was cut short, nothing is known of rows, blocks and what the device has of them.
+
+        May be cut short itself: it is then done again.
+        """
+        # Steps in flight write to their blocks until the device is done with them.
+        if not self.executor.healthy():
+            self._die(INTERRUPTED)
+        outputs = StepOutputs()
+        for request in self._requests.values():
+            if request.finish_reason not in (FinishReason.ABORT, FinishReason.ERROR):
+                # Also of those that have just ended otherwise the last tokens are lost.
+                request.finish_reason, request.error = FinishReason.ERROR, INTERRUPTED
+            request.status = RequestStatus.FINISHED
+            outputs.end(request)
+        # What the step had crossed off was not reported either.
+        outputs.finished += [
+            old if old.reason is FinishReason.ABORT else replace(old, reason=FinishReason.ERROR, error=INTERRUPTED)
+            for old in self._outputs.finished
+            if old.request_id not in self._requests
+        ]
+        self._outputs, last_step = outputs, self.scheduler.last_step
+        self._begin(last_step)
 
     def _state(self) -> str:
         free, usable = self.cache.num_free, self.cache.num_usable
@@ -166,11 +210,16 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; running requests keep their blocks."""
+        self._check_usable()
+        self._changing = True
         self.cache.reset_cache()
+        self._changing = False
 
     def check_integrity(self) -> None:
         """AssertionError when a block leaked: every held block must belong to a running request."""
         self.cache.check([request.blocks for request in self.scheduler.running])
 
     def close(self) -> None:
+        """Free model and caches; every call but `abort` and this one raises from now on."""
+        self._dead = self._dead or CLOSED
         self.executor.close()

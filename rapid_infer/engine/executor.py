@@ -46,7 +46,7 @@ class Executor(Protocol):
         ...
 
     def healthy(self) -> bool:
-        """Whether another step can run after one has failed."""
+        """Whether another step can run after one has failed. Waits for the steps in flight, which may be dropped."""
         ...
 
     def late_graphs(self) -> tuple[int, float]:

@@ -114,7 +114,7 @@ class InProcessExecutor:
         return self.runner.collect(handle)
 
     def healthy(self) -> bool:
-        """Whether the device still answers after a failed step."""
+        """Whether the device still answers after a failed step; waits for what it is at."""
         try:
             torch.zeros(1, device=self.runner.device).item()
         except RuntimeError:

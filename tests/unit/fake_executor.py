@@ -50,6 +50,7 @@ class Launched:
     owners: list[Owner]
     reads: dict[int, set[Owner]] = field(default_factory=dict)
     broken: bool = False
+    result: StepResult | None = None
 
 
 @dataclass
@@ -99,6 +100,8 @@ class FakeExecutor:
         self._position = [np.full(num_blocks * block_size, GARBAGE) for _ in groups]
 
     def healthy(self) -> bool:
+        for step in self._queue:
+            step.result = step.result or self._run(step, step.broken)
         return self.is_healthy
 
     def late_graphs(self) -> tuple[int, float]:
@@ -106,6 +109,10 @@ class FakeExecutor:
 
     def close(self) -> None:
         pass
+
+    @property
+    def _in_flight(self) -> list[Launched]:
+        return [step for step in self._queue if not step.broken and step.result is None]
 
     def launch(self, plan: StepPlan) -> Launched:
         with self._noting_violations():
@@ -119,8 +126,7 @@ class FakeExecutor:
     def launch_finish(self, handle: Launched, masks: RowMasks | None) -> None:
         with self._noting_violations():
             assert handle is self.unfinished, "not the step just begun"
-            waiting = [step for step in self._queue if not step.broken]
-            assert waiting == [handle], "a mask may follow the tokens of a step that was not collected"
+            assert self._in_flight == [handle], "a mask may follow the tokens of a step that was not collected"
         self.unfinished = None
         if self.failures.finish(handle.plan.step):
             handle.broken = True
@@ -165,10 +171,11 @@ class FakeExecutor:
         # A failed step takes those behind it along; one whose launch failed has no handle and may have left anything.
         end = len(self._queue) if failing else self._queue.index(handle) + 1
         done, self._queue = self._queue[:end], self._queue[end:]
-        assert all(step is handle or step.broken for step in done) or failing, "not the oldest step"
+        dropped = (step.broken or step.result is not None for step in done[:-1])
+        assert all(dropped) or failing, "not the oldest step"
         result = None
         for step in done:
-            result = self._run(step, step.broken or failing)
+            result = step.result or self._run(step, step.broken or failing)
         if failing:
             raise RuntimeError(f"collect of step {handle.plan.step}")
         assert result is not None
@@ -191,7 +198,7 @@ class FakeExecutor:
         """Tables are complete; what a row writes, no other row writes now or reads in a step that may still run."""
         plan = step.plan
         writes: dict[int, Owner] = {}
-        in_flight = [other for other in self._queue if not other.broken]
+        in_flight = self._in_flight
         for i, row in enumerate(plan.rows):
             start, stop = int(self._planned[row]), int(self._planned[row] + plan.query_lens[i])
             assert stop <= self.info.max_model_len

@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 from fake_executor import SPEC, Failures, FakeExecutor
 
+from rapid_infer.cache.manager import CacheManager
 from rapid_infer.cache.spec import CacheGroup
 from rapid_infer.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from rapid_infer.engine.core import EngineCore
 from rapid_infer.engine.masks import TokenMask
 from rapid_infer.engine.request import Request
 from rapid_infer.engine.results import Finished, StepOutputs
+from rapid_infer.engine.scheduler import Scheduler
 from rapid_infer.engine.step_plan import StepPlan
 from rapid_infer.params import SamplingParams
 
@@ -76,12 +78,18 @@ class Harness:
             failures=failures,
         )
         self.core = EngineCore(config, self.executor)
-        self.scheduler = self.core.scheduler
-        self.cache = self.core.cache
         self.executor.owner_of = lambda row: self.scheduler.rows.requests[row]
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, Finished] = {}
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.core.scheduler
+
+    @property
+    def cache(self) -> CacheManager:
+        return self.core.cache
 
     @property
     def plans(self) -> list[StepPlan]:

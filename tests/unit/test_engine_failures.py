@@ -113,6 +113,18 @@ def test_a_lost_device_kills_the_engine_and_later_calls_say_why(stage: str) -> N
     engine.core.close()
 
 
+def test_a_closed_engine_says_so() -> None:
+    engine = Harness()
+    request = engine.add("a", prompt(6), 6)
+    engine.step()
+    engine.core.close()
+    for call in (engine.core.step, lambda: engine.core.add_request(request), engine.core.reset_prefix_cache):
+        with pytest.raises(EngineDeadError, match="the engine was closed; make a new one"):
+            call()
+    engine.core.abort(["a"])
+    engine.core.close()
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("stage", ["launch", "collect"])
 def test_an_interrupt_reaches_the_caller_and_leaves_a_working_engine(
