@@ -23,13 +23,13 @@ class LLM:
 
     `model` is a local directory, a repository of the hubs such as "Qwen/Qwen3-8B" (docs/downloading.md), or "demo".
     Keyword arguments are those of `EngineArgs` (docs/options.md); an unknown one is a ConfigError. Use it as a context
-    manager, or call `close()`, to free the memory.
+    manager, or call `close()`, to free the memory; every later call raises EngineDeadError. Several threads may use it
+    at once: what they ask for runs together. A process that was forked from this one may not.
     """
 
     def __init__(self, model: str | PathLike[str] = "demo", **kwargs: Any) -> None:
         self.engine = LLMEngine(model, **kwargs)
         self._ids = itertools.count()
-        self._inbox: dict[str, deque[RequestOutput]] = {}
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[RequestOutput]:
         """Complete prompts (texts or lists of token ids), all at once; results in the order of the prompts.
@@ -39,20 +39,18 @@ class LLM:
         """
         batch = _as_batch(prompts)
         params = _spread(self.default_sampling_params() if sampling_params is None else sampling_params, len(batch))
-        names = [f"generate-{next(self._ids)}" for _ in batch]
-        inputs = self.engine.inputs
+        new = [(f"generate-{next(self._ids)}", prompt, one) for prompt, one in zip(batch, params)]
+        results: dict[str, RequestOutput] = {}
         try:
-            with inputs.forgetting_refused():
-                for name, ids, one in zip(names, inputs.encode_all(batch), params):
-                    self._add(name, ids, one, RequestOutputKind.FINAL_ONLY)
-            while not all(self._inbox[name] for name in names):
-                self._step()
-            results = [self._inbox[name].popleft() for name in names]
+            self.engine.add_requests(
+                new, RequestOutputKind.FINAL_ONLY, lambda end: results.setdefault(end.request_id, end)
+            )
+            while len(results) < len(new):
+                self.engine.step()
         finally:
-            self._abandon(names)
-        for result, prompt in zip(results, batch):
-            result.prompt = prompt if isinstance(prompt, str) else None
-        return results
+            # What is left after an error or an interrupt.
+            self.engine.discard(name for name, _, _ in new if name not in results)
+        return [results[name] for name, _, _ in new]
 
     def chat(
         self,
@@ -82,6 +80,7 @@ class LLM:
         RequestError without a tokenizer or a template, for a name that the template does not read, and for messages
         that it refuses.
         """
+        self.engine.check_usable()
         return self.engine.inputs.encode_chat(messages, **options)
 
     def default_sampling_params(self, **changes: Any) -> SamplingParams:
@@ -94,36 +93,24 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding what is new after each step. Leaving the loop early ends the request."""
         name = f"stream-{next(self._ids)}"
-        self._add(name, prompt, sampling_params, RequestOutputKind.DELTA)
-        return self._stream(name)
+        arrived: deque[RequestOutput] = deque()
+        stream = self._stream(name, arrived)
+        # A generator that was never started would not end its request when it is dropped.
+        next(stream)
+        self.engine.add_requests([(name, prompt, sampling_params)], RequestOutputKind.DELTA, arrived.append)
+        return stream
 
-    def _stream(self, name: str) -> Iterator[RequestOutput]:
+    def _stream(self, name: str, arrived: deque[RequestOutput]) -> Iterator[RequestOutput]:
         try:
-            while True:
-                while not self._inbox[name]:
-                    self._step()
-                output = self._inbox[name].popleft()
+            output = RequestOutput(name, None, [], [])
+            while not output.finished:
                 yield output
-                if output.finished:
-                    return
+                while not arrived:
+                    self.engine.step()
+                output = arrived.popleft()
+            yield output
         finally:
-            self._abandon([name])
-
-    def _add(self, name: str, prompt: Prompt, params: SamplingParams | None, kind: RequestOutputKind) -> None:
-        self.engine.add_request(name, prompt, params, output_kind=kind)
-        self._inbox[name] = deque()
-
-    def _step(self) -> None:
-        """One engine step; its outputs wait in the inbox of whoever asked, so that several streams can run at once."""
-        for output in self.engine.step():
-            if output.request_id in self._inbox:
-                self._inbox[output.request_id].append(output)
-
-    def _abandon(self, names: Sequence[str]) -> None:
-        """End what is left of these requests, so that the next call starts clean; nothing to do after a normal end."""
-        self.engine.discard(names)
-        for name in names:
-            self._inbox.pop(name, None)
+            self.engine.discard([name])
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""

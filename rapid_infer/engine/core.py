@@ -19,12 +19,12 @@ from rapid_infer.engine.request import Request, RequestStatus, validate_prompt
 from rapid_infer.engine.results import StepOutputs
 from rapid_infer.engine.scheduler import Scheduler
 from rapid_infer.errors import EngineDeadError, RequestError
+from rapid_infer.exclusive import CLOSED
 from rapid_infer.outputs import FinishReason
 from rapid_infer.profiling import span
 
 logger = logging.getLogger(__name__)
 
-CLOSED = "the engine was closed; make a new one"
 INTERRUPTED = "the engine was interrupted in the middle of a step; all requests that it had were dropped"
 
 
@@ -174,16 +174,17 @@ class EngineCore:
         raise EngineDeadError(f"the engine cannot go on: {text}") from cause
 
     def _check_usable(self) -> None:
+        if self._dead is not None or self._changing:
+            self.start_over()
+
+    def start_over(self) -> None:
+        """End all requests in an error, and empty the caches: for when nothing is known of rows and blocks.
+
+        May be cut short itself: it is then done again. EngineDeadError when the device is lost.
+        """
         if self._dead is not None:
             raise EngineDeadError(self._dead)
-        if self._changing:
-            self._start_over()
-
-    def _start_over(self) -> None:
-        """After a call that was cut short, nothing is known of rows, blocks and what the device has of them.
-
-        May be cut short itself: it is then done again.
-        """
+        self._changing = True
         # Steps in flight write to their blocks until the device is done with them.
         if not self.executor.healthy():
             self._die(INTERRUPTED)
