@@ -223,6 +223,31 @@ def test_a_preempted_request_finds_its_own_blocks_again() -> None:
     assert requests[1].num_cached_tokens == 0, "its own blocks are no saving for the user"
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_preempted_request_finds_the_blocks_of_what_it_generated_too(depth: int) -> None:
+    engine = Harness(block_size=4, num_blocks=10, max_model_len=40, queue_depth=depth)
+    for i, name in enumerate("ab"):
+        engine.add(name, prompt(4, 20 * i), 16)
+    engine.run()
+    again = [p for p in engine.plans if p.new_rows is not None][-1]
+    assert again.new_rows is not None
+    assert (again.new_rows.computed.tolist(), again.query_lens.tolist()) == ([16], [1])
+
+
+@pytest.mark.parametrize("steps", range(8, 15))
+def test_every_block_is_offered_though_its_last_token_is_in_flight_when_others_are_admitted(steps: int) -> None:
+    engine = Harness(queue_depth=2)
+    engine.add("a", prompt(4), 20)
+    for _ in range(steps):
+        engine.step()
+    engine.add("b", prompt(3, 30), 2)
+    engine.run()
+    engine.add("c", prompt(4) + engine.tokens["a"], 1)
+    engine.run()
+    # All but the last token of "a", which was never computed.
+    assert engine.ends["c"].num_cached_tokens == 20
+
+
 def test_preempted_requests_come_back_in_their_order_and_before_waiting_ones() -> None:
     engine = Harness(block_size=4, num_blocks=11, max_model_len=40, max_num_seqs=3)
     requests = [engine.add(name, prompt(8, 11 * i), 20, share=None) for i, name in enumerate("abcd")]

@@ -202,6 +202,17 @@ def test_a_preempted_request_waits_for_its_token_even_when_the_next_launch_fails
         assert engine.tokens[name] == undisturbed(engine.requests[name])
 
 
+def test_a_request_is_not_admitted_while_a_token_of_it_is_in_flight() -> None:
+    engine = Harness(queue_depth=2)
+    request = engine.add("a", prompt(5), 3)
+    # As a preemption leaves it: the token would be missing from what is computed again.
+    request.in_flight = 1
+    assert engine.scheduler.schedule() is None
+    request.in_flight = 0
+    engine.run()
+    assert engine.tokens["a"] == undisturbed(request)
+
+
 def test_a_stop_token_in_flight_ends_a_preempted_request() -> None:
     engine = Harness(queue_depth=2, block_size=4, num_blocks=9, max_model_len=32)
     engine.add("a", prompt(8), 20, share=None)

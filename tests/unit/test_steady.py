@@ -5,8 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_executor import undisturbed
+from harness import Harness
 from test_scheduler_fuzz import run_episode
 
+from rapid_infer.engine import steady
 from rapid_infer.engine.steady import SteadyBatch
 from rapid_infer.engine.step_plan import StepPlan
 
@@ -47,3 +50,19 @@ def test_the_short_cut_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = sum(len(plans(seed)) for seed in range(40))
     assert sum(taken) > steps / 8
     assert not all(taken)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_tokens_of_more_steps_than_the_log_holds_reach_their_requests(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steady, "_LOGGED", 8)
+    engine = Harness(queue_depth=depth)
+    requests = [engine.add(name, [i, 7, 9], 30) for i, name in enumerate("ab")]
+    for _ in range(29):
+        engine.step()
+    assert engine.scheduler._steady is not None
+    assert all(len(request.output_token_ids) >= 20 for request in requests), "more than the log holds is held back"
+    engine.run()
+    for request in requests:
+        assert request.output_token_ids == engine.tokens[request.request_id] == undisturbed(request)
