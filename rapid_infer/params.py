@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -16,6 +16,14 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing logits by less overflows float32."""
 
 MAX_LOGPROBS = 20
+
+MAX_N = 1024
+
+MAX_LOGIT_BIAS = 1024
+"""Entries. The device has room for as many in every row, as it has for `MAX_STOP_TOKEN_IDS`."""
+
+MAX_STOP_TOKEN_IDS = 128
+"""Of one request, the model's own and those of stop strings included."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +37,14 @@ class SamplingParams:
     repetition_penalty   above 1 makes tokens of the prompt or the output less likely, below 1 more
     presence_penalty     subtracted from the logit of every token in the output; in [-2, 2]
     frequency_penalty    subtracted once for each time a token is in the output; in [-2, 2]
-    logit_bias           {token id: number added to its logit}, in [-100, 100]
+    logit_bias           {token id: number added to its logit}, in [-100, 100]; at most 1024 entries
     allowed_token_ids    nothing but these can be chosen
     seed                 same seed, same tokens; None: the engine's seed plus the request's arrival number
-    n                    how many completions of the one prompt; they share its cache blocks
+    n                    how many completions of the one prompt, at most 1024; they share its cache blocks
     max_tokens           tokens to generate at most; None means up to the model's length
     min_tokens           no stop token and no stop string ends the request before this many tokens
     stop                 texts that end the request; they are no part of its text
-    stop_token_ids       ids that end the request besides the model's own stop tokens
+    stop_token_ids       ids that end the request besides the model's own stop tokens; at most 128 in all
     ignore_eos           go on past the model's own stop tokens (`stop_token_ids` still stop)
     include_stop_str_in_output  keep the stop string, or the stop token's text, at the end of the text
     skip_special_tokens  leave special tokens out of the text
@@ -78,7 +86,7 @@ class SamplingParams:
         for name, (holds, expected) in _RULES.items():
             value = getattr(self, name)
             if not holds(value):
-                raise RequestError(f"{name} must be {expected}, got {value!r}")
+                raise RequestError(f"{name} must be {expected}, got {shortened(value)}")
         for stop in self.stop:
             check_text("stop", stop, RequestError)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -113,6 +121,12 @@ def defaults_of(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     if generation_config.get("do_sample") is False:
         found["temperature"] = 0.0
     return found
+
+
+def shortened(value: object) -> str:
+    """For a message; a long list or dict is told by its beginning and its length."""
+    text = repr(value)
+    return text if len(text) <= 200 or not isinstance(value, Sized) else f"{text:.100}... ({len(value)} entries)"
 
 
 def _as_tuple(value: Any) -> Any:
@@ -157,19 +171,24 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "presence_penalty": (lambda v: _is_number(v, -2, 2), "a number in [-2, 2]"),
     "frequency_penalty": (lambda v: _is_number(v, -2, 2), "a number in [-2, 2]"),
     "logit_bias": (
-        lambda v: not v or (_ids(tuple(v)) and all(_is_number(b, -100, 100) for b in v.values())),
-        "{token id: number in [-100, 100]}",
+        lambda v: (
+            not v or (len(v) <= MAX_LOGIT_BIAS and _ids(tuple(v)) and all(_is_number(b, -100, 100) for b in v.values()))
+        ),
+        f"{{token id: number in [-100, 100]}} with at most {MAX_LOGIT_BIAS} entries",
     ),
     "allowed_token_ids": (lambda v: v is None or (v != () and _ids(v)), "a list of at least one token id, or None"),
     "seed": (lambda v: v is None or _is_int(v, -(2**63), 2**63 - 1), "a 64-bit integer or None"),
-    "n": (lambda v: _is_int(v, 1), "an integer >= 1"),
+    "n": (lambda v: _is_int(v, 1, MAX_N), f"an integer from 1 to {MAX_N}"),
     "max_tokens": (lambda v: v is None or _is_int(v, 1), "an integer >= 1 or None"),
     "min_tokens": (lambda v: _is_int(v, 0), "an integer >= 0"),
     "stop": (
         lambda v: isinstance(v, tuple) and all(isinstance(s, str) and s for s in v),
         "a text or a list of non-empty texts",
     ),
-    "stop_token_ids": (_ids, "a list of token ids >= 0"),
+    "stop_token_ids": (
+        lambda v: _ids(v) and len(v) <= MAX_STOP_TOKEN_IDS,
+        f"a list of at most {MAX_STOP_TOKEN_IDS} token ids >= 0",
+    ),
     "ignore_eos": (lambda v: isinstance(v, bool), "true or false"),
     "include_stop_str_in_output": (lambda v: isinstance(v, bool), "true or false"),
     "skip_special_tokens": (lambda v: isinstance(v, bool), "true or false"),

@@ -14,6 +14,9 @@ from rapid_infer.params import SamplingParams
 
 NOT_SHARED = 1 << 60
 
+_FEW_STOPS = 8
+"""Columns of `Rows.stop` that stay when nobody needs them any more."""
+
 _FLAGS = ("random", "truncated", "min_p", "penalties", "bias", "min_tokens", "masks")
 
 
@@ -28,6 +31,7 @@ class Rows:
     published  blocks whose content has been named (NOT_SHARED: never)
     limit      length at which the request ends; its last token is sampled but never computed
     epoch      how often the row was given back: a result for an older epoch is not for its present owner
+    stop       `[rows, most of any request]` ids that end the request, -1 where unused
     flags      what sampling must do for the row, a bit per name in `_FLAGS`
     logprobs, prompt_logprobs   how many alternatives to report; -1: none at all
     gated      its next token's mask is made when the host has seen the last one
@@ -99,6 +103,10 @@ class Rows:
     def give_back(self, row: int) -> None:
         request = self.owner(row)
         self.requests[row] = None
+        if len(request.stop_token_ids) > _FEW_STOPS:
+            # Every step looks at all columns.
+            used = max((len(other.stop_token_ids) for other in self.requests if other is not None), default=0)
+            self.stop = self.stop[:, : max(used, _FEW_STOPS)].copy()
         self.epoch[row] += 1
         request.row = -1
         heapq.heappush(self._free, row)

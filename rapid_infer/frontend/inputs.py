@@ -15,7 +15,7 @@ from rapid_infer.engine.step_plan import I32
 from rapid_infer.errors import RequestError
 from rapid_infer.fields import check_text, plain
 from rapid_infer.outputs import RequestOutputKind
-from rapid_infer.params import SamplingParams
+from rapid_infer.params import MAX_STOP_TOKEN_IDS, SamplingParams
 from rapid_infer.text import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -103,7 +103,13 @@ class InputProcessor:
         self._check(params)
         arrival = self._arrivals
         self._arrivals += 1
-        return [self._request(request_id, prompt, params, index, arrival) for index in range(params.n)]
+        made = [self._request(request_id, prompt, params, index, arrival) for index in range(params.n)]
+        if (stops := len(made[0].stop_token_ids)) > MAX_STOP_TOKEN_IDS:
+            raise RequestError(
+                f"{stops} token ids would end the request, those of the model and of its stop strings included; "
+                f"expected at most {MAX_STOP_TOKEN_IDS}: give fewer"
+            )
+        return made
 
     def _pack(self, ids: Sequence[int]) -> I32:
         try:

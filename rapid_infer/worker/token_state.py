@@ -1,7 +1,8 @@
 """What rows say of single tokens: biases, stop ids, how often each token was seen, and which ids are allowed.
 
-The tables are as wide as the vocabulary, so each exists only once a request has needed it. Nothing here waits for the
-device. A CUDA graph may hold `process` and `count`: it is good as long as `signature` is what it was at the capture.
+The tables that are as wide as the vocabulary exist only once a request has needed them; lists of ids have room for the
+longest that a request may bring, so that none of them ever grows. Nothing here waits for the device. A CUDA graph may
+hold `process` and `count`: it is good as long as `signature` is what it was at the capture.
 """
 
 from __future__ import annotations
@@ -14,33 +15,32 @@ import torch
 from torch import Tensor
 
 from rapid_infer.engine.step_plan import RowMasks, SamplingFeatures, TokenLists
+from rapid_infer.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from rapid_infer.worker.sampler import SamplingState
 
 
 class TokenState:
     """Tables over `rows` rows; `process` changes logits by them.
 
-    stop_ids, bias_ids `[rows, k]` int64 (-1 and 0 where unused), bias_values `[rows, k]` fp32
+    stop_ids `[rows, MAX_STOP_TOKEN_IDS]` int64, -1 where unused
+    bias_ids `[rows, MAX_LOGIT_BIAS]` int64, bias_values the same fp32, both 0 where unused
     in_prompt `[rows, vocab]` bool, output_counts `[rows, vocab]` int32
     mask_bits `[rows, ceil(vocab / 32)]` int32, all bits set where nothing is forbidden
     """
 
     def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
         self._rows, self._vocab, self._device = rows, vocab_size, device
-        self.stop_ids = torch.full((rows, 1), -1, dtype=torch.int64, device=device)
-        self.bias_ids = torch.zeros(rows, 1, dtype=torch.int64, device=device)
-        self.bias_values = torch.zeros(rows, 1, device=device)
+        self.stop_ids = torch.full((rows, MAX_STOP_TOKEN_IDS), -1, dtype=torch.int64, device=device)
+        self.bias_ids = torch.zeros(rows, MAX_LOGIT_BIAS, dtype=torch.int64, device=device)
+        self.bias_values = torch.zeros(rows, MAX_LOGIT_BIAS, device=device)
         self.in_prompt: Tensor | None = None
         self.output_counts: Tensor | None = None
         self.mask_bits: Tensor | None = None
 
     @property
-    def signature(self) -> tuple[int, int, bool, bool]:
-        """Changes whenever a table appears or another takes its place; the old one is never written again.
-
-        Widths of the stop and bias lists, and which of the wide tables exist.
-        """
-        return self.stop_ids.shape[1], self.bias_ids.shape[1], self.in_prompt is not None, self.mask_bits is not None
+    def signature(self) -> tuple[bool, bool]:
+        """Which of the tables that are as wide as the vocabulary exist: changes whenever one appears."""
+        return self.in_prompt is not None, self.mask_bits is not None
 
     @staticmethod
     def delta(lists: TokenLists | None, masks: RowMasks | None) -> list[np.ndarray]:
@@ -68,10 +68,7 @@ class TokenState:
         """Take over what new rows bring; `staged` yields the arrays of `delta` on the device."""
         if lists is not None:
             stop, bias, prompt, output = (tuple(next(staged).long() for _ in range(3)) for _ in range(4))
-            self.stop_ids = _widen(self.stop_ids, lists.stop.columns, -1)
             self.stop_ids[stop[0], stop[1]] = stop[2]
-            self.bias_ids = _widen(self.bias_ids, lists.bias.columns, 0)
-            self.bias_values = _widen(self.bias_values, lists.bias.columns, 0.0)
             self.bias_ids[bias[0], bias[1]] = bias[2]
             self.bias_values[bias[0], bias[1]] = next(staged)
             if len(lists.prompt.rows):
@@ -90,8 +87,9 @@ class TokenState:
         """`in_prompt`; from here on both it and `output_counts` exist."""
         if self.in_prompt is None:
             shape = (self._rows, self._vocab)
-            self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=self._device)
+            # In this order: an interrupt between the two leaves neither in use.
             self.output_counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
+            self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=self._device)
         return self.in_prompt
 
     def process(
@@ -139,17 +137,6 @@ def _penalize(logits: Tensor, in_prompt: Tensor, counts: Tensor, state: Sampling
     logits = torch.where(in_prompt | in_output, repeated, logits)
     fixed = state.presence_penalty.unsqueeze(1) * in_output
     return logits - fixed - state.frequency_penalty.unsqueeze(1) * counts
-
-
-def _widen(table: Tensor, columns: np.ndarray, fill: float) -> Tensor:
-    """`table`, or a wider one with room for these columns; in powers of two, so that few graphs ever see another."""
-    need = int(columns.max(initial=-1)) + 1
-    if need <= table.shape[1]:
-        return table
-    width = 1 << (need - 1).bit_length()
-    wider = torch.full((table.shape[0], width), fill, dtype=table.dtype, device=table.device)
-    wider[:, : table.shape[1]] = table
-    return wider
 
 
 def unpack(bits: Tensor, vocab_size: int) -> Tensor:

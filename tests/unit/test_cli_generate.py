@@ -210,7 +210,7 @@ def test_what_is_no_text_is_one_error(run: Run, model: str, tmp_path: Path, monk
             "--no-thinking is for the chat template, which a plain prompt does not go through; add --c",
         ),
         (["--stop-token-ids", "2,x"], "--stop-token-ids must be token ids such as 2 or 2,5, got '2,x'"),
-        (["--stop-token-ids", "-1"], "stop_token_ids must be a list of token ids >= 0, got (-1,)"),
+        (["--stop-token-ids", "-1"], "stop_token_ids must be a list of at most 128 token ids >= 0, got (-1,)"),
         (["--lines"], "--lines is for the lines of -f, and -p is one prompt whatever it holds; drop --lines"),
         (["-f", "nosuch.txt"], "cannot read the prompt file nosuch.txt: No such file or directory"),
         (["-f", "/"], "cannot read the prompt file /: Is a directory"),

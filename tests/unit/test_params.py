@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from rapid_infer.errors import RequestError
+from rapid_infer.frontend import EngineFacts, InputProcessor
 from rapid_infer.params import MAX_LOGPROBS, SamplingParams, defaults_of
 
 NOT_NUMBERS = (math.nan, math.inf, -math.inf, 10**400, True, "1", None)
@@ -36,17 +37,20 @@ BAD: list[tuple[str, Any, str]] = [
     ("allowed_token_ids", [1, -1], "a list of at least one token id, or None"),
     ("allowed_token_ids", "12", "a list of at least one token id, or None"),
     ("seed", 2**63, "a 64-bit integer or None"),
-    ("n", 0, "an integer >= 1"),
+    ("logit_bias", {t: 1 for t in range(1025)}, "with at most 1024 entries, got {0: 1, 1: 1"),
+    ("n", 0, "an integer from 1 to 1024"),
+    ("n", 1025, "an integer from 1 to 1024"),
     ("max_tokens", 0, "an integer >= 1 or None"),
     ("min_tokens", -1, "an integer >= 0"),
     ("min_tokens", 17, "more than max_tokens=16"),
     ("stop", ["a", ""], "a text or a list of non-empty texts"),
     ("stop", "", "a text or a list of non-empty texts"),
     ("stop", [7], "a text or a list of non-empty texts"),
-    ("stop_token_ids", [-1], "a list of token ids >= 0"),
-    ("stop_token_ids", [2**70], "a list of token ids >= 0"),
-    ("stop_token_ids", [True], "a list of token ids >= 0"),
-    ("stop_token_ids", ["1"], "a list of token ids >= 0"),
+    ("stop_token_ids", [-1], "a list of at most 128 token ids >= 0"),
+    ("stop_token_ids", [2**70], "a list of at most 128 token ids >= 0"),
+    ("stop_token_ids", [True], "a list of at most 128 token ids >= 0"),
+    ("stop_token_ids", ["1"], "a list of at most 128 token ids >= 0"),
+    ("stop_token_ids", range(129), "a list of at most 128 token ids >= 0, got (0, 1, 2"),
     ("logprobs", MAX_LOGPROBS + 1, "an integer from 0 to 20, or None"),
     ("prompt_logprobs", -1, "an integer from 0 to 20, or None"),
     *[(name, value, "a number") for name in NUMBERS for value in NOT_NUMBERS],
@@ -62,6 +66,7 @@ def test_a_bad_value_is_refused_by_name_and_with_what_was_expected(name: str, va
         SamplingParams(**{name: value})
     assert str(caught.value).startswith(name)
     assert expected in str(caught.value)
+    assert len(str(caught.value)) < 800
 
 
 @pytest.mark.parametrize(
@@ -71,8 +76,9 @@ def test_a_bad_value_is_refused_by_name_and_with_what_was_expected(name: str, va
         {"repetition_penalty": 1e-300, "presence_penalty": -2, "frequency_penalty": 2},
         {"logit_bias": {0: -100, "7": 100}, "allowed_token_ids": [0]},
         {"logit_bias": {}, "stop": None, "stop_token_ids": None},
-        {"seed": -(2**63), "n": 1000, "max_tokens": None, "min_tokens": 2**40},
+        {"seed": -(2**63), "n": 1024, "max_tokens": None, "min_tokens": 2**40},
         {"max_tokens": 3, "min_tokens": 3, "logprobs": 0, "prompt_logprobs": 20},
+        {"logit_bias": {t: 1 for t in range(1024)}, "stop_token_ids": range(128)},
         {"top_k": 2**40, "temperature": 1e300},
     ],
     ids=str,
@@ -82,6 +88,19 @@ def test_the_ends_of_the_ranges_are_in_them(values: dict[str, Any]) -> None:
     for name, value in values.items():
         if name not in ("logit_bias", *LISTS):
             assert getattr(params, name) == value
+
+
+@pytest.mark.parametrize(("own", "given", "refused"), [(5, 123, False), (5, 124, True), (129, 0, True)])
+def test_the_stop_tokens_of_the_model_count_too(own: int, given: int, refused: bool) -> None:
+    facts = EngineFacts("Stub", "float32", "cpu", 1000, 64, tuple(range(own)), 0, True)
+    inputs = InputProcessor(facts, None)
+    params = SamplingParams(stop_token_ids=range(500, 500 + given))
+    if refused:
+        with pytest.raises(RequestError, match=r"129 token ids would end the request.* expected at most 128"):
+            inputs.requests("a", [1], params)
+    else:
+        (request,) = inputs.requests("a", [1], params)
+        assert len(request.stop_token_ids) == own + given
 
 
 def test_lists_and_text_keys_are_taken_over() -> None:

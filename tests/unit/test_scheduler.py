@@ -297,6 +297,21 @@ def test_a_stop_token_in_the_last_place_is_a_stop() -> None:
     assert engine.reason("a") == "stop"
 
 
+def test_a_long_list_of_stop_tokens_is_forgotten_with_its_request() -> None:
+    engine = Harness()
+    whole = undisturbed(engine.add("a", prompt(5), 20))
+    many = tuple(range(1000, 1100))
+    engine.requests["a"].stop_token_ids = (whole[8],)
+    engine.add("b", prompt(5, 20), 3, stop=many)
+    engine.step()
+    assert engine.scheduler.rows.stop.shape[1] == len(many)
+    while "b" not in engine.ends:
+        engine.step()
+    assert engine.scheduler.rows.stop.shape[1] <= 8
+    engine.run()
+    assert (engine.reason("a"), engine.tokens["a"]) == ("stop", whole[: whole.index(whole[8]) + 1])
+
+
 def test_steady_decode_sends_no_tokens_and_asks_only_for_the_features_in_use() -> None:
     engine = Harness()
     engine.add("greedy", prompt(5), 9)

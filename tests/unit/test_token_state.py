@@ -17,7 +17,7 @@ from rapid_infer.engine.plan_builder import PlanBuilder
 from rapid_infer.engine.request import Request
 from rapid_infer.engine.rows import Rows
 from rapid_infer.engine.step_plan import RowMasks, RowTokens, SamplingFeatures, StepPlan, TokenLists
-from rapid_infer.params import SamplingParams
+from rapid_infer.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 from rapid_infer.worker.logprobs import gather_logprobs
 from rapid_infer.worker.request_table import RequestTable
 from rapid_infer.worker.sampler import SamplingState, sample
@@ -33,9 +33,9 @@ _DTYPES = {np.int32: torch.int32, np.float32: torch.float32}
 class Device:
     """A request table fed as the engine feeds it: by plans, through the staging buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocab: int = VOCAB) -> None:
         cpu = torch.device("cpu")
-        self.table = RequestTable(cpu, ROWS, 1, 4, VOCAB)
+        self.table = RequestTable(cpu, ROWS, 1, 4, vocab)
         self.rows = Rows(ROWS)
         self._staging = Staging(cpu, slots=2)
 
@@ -152,33 +152,32 @@ def test_rows_in_any_order(device: Device, logits: Tensor) -> None:
     assert torch.equal(swapped, straight[[2, 0]])
 
 
-def test_wider_lists_keep_what_earlier_rows_said(device: Device, logits: Tensor) -> None:
-    device.start(request(logit_bias={4: 1.0}, stop=(6,), min_tokens=9))
-    device.start(request(logit_bias={t: 2.0 for t in range(10, 20)}, stop=(1, 2, 3), min_tokens=9))
-    first, second = device.process(logits[:2], [0, 1], [3, 3])
-    assert torch.equal(first, changed(logits[0], {4: logits[0, 4] + 1, 6: -INF}))  # type: ignore[dict-item]
-    wanted = changed(logits[1], {t: -INF for t in (1, 2, 3)})
-    wanted[10:20] += 2
-    assert torch.equal(second, wanted)
-
-
-def test_the_signature_says_when_a_table_is_another_one(device: Device) -> None:
+def test_lists_of_any_length_up_to_the_longest_have_their_place() -> None:
+    vocab = MAX_LOGIT_BIAS + 10
+    device = Device(vocab)
+    logits = torch.randn(2, vocab)
     tokens = device.table.tokens
-    held = {"stop": tokens.stop_ids, "bias": tokens.bias_ids}
-    assert tokens.signature == (1, 1, False, False)
-    device.start(request(stop=(6,), min_tokens=9))
-    assert tokens.signature == (1, 1, False, False)
-    assert tokens.stop_ids is held["stop"]
+    tables = tokens.stop_ids, tokens.bias_ids, tokens.bias_values
+    device.start(request(logit_bias={4: 1.0}, stop=(6,), min_tokens=9))
+    stop = tuple(range(10, 10 + MAX_STOP_TOKEN_IDS))
+    device.start(request(logit_bias={t: 2.0 for t in range(10, vocab)}, stop=stop, min_tokens=9))
+    first, second = device.process(logits, [0, 1], [3, 3])
+    assert torch.equal(first, changed(logits[0], {4: logits[0, 4] + 1, 6: -INF}))  # type: ignore[dict-item]
+    wanted = logits[1].clone()
+    wanted[10:] += 2
+    wanted[list(stop)] = -INF
+    assert torch.equal(second, wanted)
+    assert all(a is b for a, b in zip(tables, (tokens.stop_ids, tokens.bias_ids, tokens.bias_values)))
+
+
+def test_the_signature_says_which_of_the_wide_tables_exist(device: Device) -> None:
+    tokens = device.table.tokens
     device.start(request(logit_bias={t: 2.0 for t in range(5)}, stop=(1, 2, 3), min_tokens=9))
-    assert tokens.signature == (4, 8, False, False)
-    assert held["stop"][:, 0].tolist() == [6, -1, -1, -1, -1]
+    assert tokens.signature == (False, False)
     device.start(request(presence_penalty=1.0))
+    assert tokens.signature == (True, False)
     device.start(request(allowed_token_ids=[1]))
-    assert tokens.signature == (4, 8, True, True)
-    before = hash(tokens.signature)
-    device.rows.give_back(1)
-    device.start(request(logit_bias={t: 2.0 for t in range(8)}, output=[4], presence_penalty=1.0))
-    assert hash(tokens.signature) == before
+    assert tokens.signature == (True, True)
 
 
 def test_a_table_that_does_not_exist_has_nothing_to_say(device: Device, logits: Tensor) -> None:
@@ -187,7 +186,7 @@ def test_a_table_that_does_not_exist_has_nothing_to_say(device: Device, logits: 
     after = tokens.process(logits, at, torch.full((ROWS,), 3), device.table.sampling.take(at), all_on)
     assert torch.equal(after, logits)
     tokens.count(at, at)
-    assert tokens.signature == (1, 1, False, False)
+    assert tokens.signature == (False, False)
 
 
 def test_a_padding_row_may_be_counted_often(device: Device) -> None:
