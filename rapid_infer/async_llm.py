@@ -16,6 +16,7 @@ from typing import Any
 
 from rapid_infer.config import EngineArgs
 from rapid_infer.errors import EngineDeadError, RapidInferError, RequestError
+from rapid_infer.exclusive import forked
 from rapid_infer.frontend import InputProcessor, OutputProcessor, Prompt
 from rapid_infer.ipc import messages
 from rapid_infer.ipc.channel import AsyncChannel, frame
@@ -63,9 +64,10 @@ class _Waiting:
 class AsyncLLM:
     """A loaded model in a process of its own. Takes the same arguments as `LLM`, and starts with the same errors.
 
-    Construction waits until the model is loaded. Use it from one event loop at a time; `shutdown()`, or `async with`,
-    ends the process, as does dropping the object or leaving the interpreter. When the engine process dies, every
-    `generate()` in progress and every later call raises EngineDeadError.
+    Construction waits until the model is loaded. Use it from one event loop at a time: RequestError while another one
+    runs in another thread, EngineDeadError in a forked process. `shutdown()`, or `async with`, ends the engine process,
+    as does dropping the object or leaving the interpreter. When the engine process dies, every `generate()` in progress
+    and every later call raises EngineDeadError.
     """
 
     def __init__(self, model: str | PathLike[str] = "demo", **kwargs: Any) -> None:
@@ -138,6 +140,7 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """End a request; its `generate()` yields what there is, with finish_reason "abort". Unknown ids are ignored."""
+        self._check_alive()
         if names := self.outputs.engine_ids([request_id]):
             self._tell(Abort(names))
 
@@ -169,7 +172,14 @@ class AsyncLLM:
         return None if self._dead is None else EngineDeadError(self._dead)
 
     def shutdown(self, timeout: float = GRACE) -> None:
-        """End the engine process, by force if it takes longer than `timeout`; waits for it. Later calls do nothing."""
+        """End the engine process, by force if it takes longer than `timeout`; waits for it. Later calls do nothing.
+
+        RequestError while its event loop runs in another thread. Does nothing in a forked process.
+        """
+        if not self._process.is_ours:
+            return
+        if self._finalizer.alive:
+            self._check_place()
         self._die("AsyncLLM was shut down")
         if self._finalizer.detach() is not None:
             _end(self._channel, self._process, timeout)
@@ -213,7 +223,17 @@ class AsyncLLM:
     def _tell(self, message: messages.ToEngine) -> None:
         self._channel.send(frame(messages.encode(message)))
 
+    def _check_place(self) -> None:
+        if not self._process.is_ours:
+            raise EngineDeadError(forked(self._process.owner))
+        if self._channel.in_use_elsewhere:
+            raise RequestError(
+                "this AsyncLLM is in use by another event loop, which runs in another thread; call it there, by "
+                "asyncio.run_coroutine_threadsafe or loop.call_soon_threadsafe, or make an AsyncLLM for each loop"
+            )
+
     def _check_alive(self) -> None:
+        self._check_place()
         self._channel.attach()
         if self._dead is None and self._process.process.poll() is not None:
             # Nothing more can arrive; what the engine said last is the better reason.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import select
 import socket
 import weakref
@@ -120,24 +121,34 @@ class AsyncChannel:
         self._reader = FrameReader(max_frame)
         self._unsent = bytearray()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._process = os.getpid()
         self._closed = False
 
+    @property
+    def in_use_elsewhere(self) -> bool:
+        """Whether the event loop that is served runs in another thread."""
+        running = asyncio._get_running_loop()
+        return self._loop is not None and self._loop is not running and self._loop.is_running()
+
     def attach(self) -> None:
-        """Serve the running event loop from now on. RuntimeError while another one that runs is served."""
+        """Serve the running event loop from now on; the one served so far must have ended."""
         loop = asyncio.get_running_loop()
         if self._closed or loop is self._loop:
             return
-        if self._loop is not None and self._loop.is_running():
-            raise RuntimeError("this object is in use by another event loop, which is running")
         self._detach()
         self._loop = loop
         loop.add_reader(self._sock, self.read)
         if self._unsent:
             loop.add_writer(self._sock, self._write)
 
+    @property
+    def _usable(self) -> bool:
+        """What a forked process has of the socket is its parent's."""
+        return not self._closed and os.getpid() == self._process
+
     def send(self, framed: bytes) -> None:
         """Send what `frame` made. A lost connection is reported to the receiver, not here."""
-        if self._closed:
+        if not self._usable:
             return
         idle = not self._unsent
         self._unsent += framed
@@ -148,7 +159,7 @@ class AsyncChannel:
 
     def read(self) -> bool:
         """Take what has arrived; does not wait. False when there was nothing, or the connection is lost."""
-        if self._closed:
+        if not self._usable:
             return False
         error: Exception | None = None
         try:

@@ -34,7 +34,7 @@ class EngineProcess:
             start = messages.encode(Start(str(path), entry, messages.changed_fields(args), level))
         except ValueError as error:
             raise ConfigError(f"an engine option cannot be used: {error}") from error
-        self._owner = os.getpid()
+        self.owner = os.getpid()
         self.sock, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "rapid_infer.ipc.engine_process", str(theirs.fileno())]
         try:
@@ -57,7 +57,7 @@ class EngineProcess:
     @property
     def is_ours(self) -> bool:
         """False in a process that was forked after this one started the engine."""
-        return os.getpid() == self._owner
+        return os.getpid() == self.owner
 
     def wait_ready(self) -> Ready:
         """Wait until the model is loaded.

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -350,11 +351,56 @@ def test_what_only_the_engine_refuses_harms_nobody_else(llm: AsyncLLM, monkeypat
     run(ask())
 
 
-def test_a_second_running_event_loop_is_refused(llm: AsyncLLM) -> None:
+def test_another_thread_is_refused_while_the_event_loop_runs(llm: AsyncLLM) -> None:
     async def outer() -> None:
         assert await tokens(llm)
-        with pytest.raises(RuntimeError, match="in use by another event loop"):
-            await asyncio.to_thread(lambda: run(tokens(llm)))
+        stream = llm.generate(PROMPT, LONG, "long")
+        await anext(stream)
+        for call in (tokens(llm), llm.stats(), llm.abort("long"), llm.reset_prefix_cache()):
+            with pytest.raises(RequestError, match="in use by another event loop, which runs in another thread"):
+                await asyncio.to_thread(run, call)
+        with pytest.raises(RequestError, match="call it there"):
+            await asyncio.to_thread(llm.shutdown)
+        await stream.aclose()
+
+    run(outer())
+    # That loop has ended.
+    assert in_thread(lambda: run(tokens(llm)))
+
+
+def in_thread(work: Callable[[], T]) -> T:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result(20)
+
+
+def test_a_forked_process_is_told_to_spawn_and_leaves_the_engine_to_its_parent(llm: AsyncLLM) -> None:
+    async def outer() -> None:
+        stream = llm.generate(PROMPT, LONG)
+        await anext(stream)
+        reader, writer = os.pipe()
+        if not (child := os.fork()):
+            signal.alarm(20)
+            answers = []
+            for call in (tokens(llm), llm.stats(), llm.abort("a"), llm.reset_prefix_cache()):
+                try:
+                    call.send(None)
+                except BaseException as error:
+                    answers.append(f"{type(error).__name__}: {error}")
+            with contextlib.suppress(StopIteration):
+                stream.aclose().send(None)
+            llm.shutdown()
+            os.write(writer, "\n".join(answers).encode())
+            os._exit(0)
+        os.close(writer)
+        with open(reader, "rb") as pipe:
+            answers = (await asyncio.to_thread(pipe.read)).decode().splitlines()
+        assert os.waitpid(child, 0)[1] == 0
+        assert len(answers) == 4
+        for answer in answers:
+            assert answer.startswith("EngineDeadError")
+            assert "get_context('spawn')" in answer
+        *_, last = [output async for output in stream]
+        assert last.outputs[0].finish_reason == "length"
 
     run(outer())
 
