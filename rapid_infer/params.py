@@ -107,8 +107,8 @@ class SamplingParams:
         for key in values:
             if key not in names:
                 near = get_close_matches(key, names, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise RequestError(f"unknown sampling parameter {key!r}{hint} Known: {', '.join(names)}")
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                raise RequestError(f"unknown sampling parameter {key!r}: {hint}Known: {', '.join(names)}")
         return cls(**values)
 
 

@@ -277,8 +277,8 @@ class OpResolver:
         for name in self.priority:
             if name not in OPS:
                 near = get_close_matches(name, OPS, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ConfigError(f"op_priority names an unknown op {name!r}{hint} Known: {', '.join(OPS)}")
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                raise ConfigError(f"op_priority names an unknown op {name!r}: {hint}Known: {', '.join(OPS)}")
 
     def bind(self, name: str, dtype: torch.dtype, **extra: Any) -> BoundOp:
         facts = OpFacts.of(self.device, dtype, cuda_graphs=self.cuda_graphs, **extra)

@@ -82,7 +82,8 @@ def _check_names(values: Mapping[str, Any], known: frozenset[str]) -> None:
             raise RequestError(f"{name} is a sampling parameter: pass sampling_params=SamplingParams({name}=...)")
         near = get_close_matches(str(name), known, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise RequestError(f"this model's chat template knows no {name!r}: {hint}It reads {', '.join(sorted(known))}")
+        reads = ", ".join(sorted(known)) or "nothing but the messages"
+        raise RequestError(f"this model's chat template knows no {name!r}: {hint}It reads {reads}")
 
 
 @lru_cache

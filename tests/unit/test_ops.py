@@ -174,7 +174,7 @@ def test_an_unknown_provider_in_the_users_list_is_an_error(double: Op) -> None:
 
 
 def test_an_unknown_op_in_the_users_list_is_an_error_with_a_near_match() -> None:
-    with pytest.raises(ConfigError, match="unknown op 'paged_atention'; did you mean 'paged_attention'"):
+    with pytest.raises(ConfigError, match="unknown op 'paged_atention': did you mean 'paged_attention'"):
         OpResolver("cpu", {"paged_atention": ["cpu"]})
 
 

@@ -132,9 +132,9 @@ def test_greedy_is_a_temperature_too_low_to_divide_by() -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_known() -> None:
-    with pytest.raises(RequestError, match=r"'max_token'; did you mean 'max_tokens'\? Known: temperature"):
+    with pytest.raises(RequestError, match=r"'max_token': did you mean 'max_tokens'\? Known: temperature"):
         SamplingParams.from_dict({"max_token": 1})
-    with pytest.raises(RequestError, match=r"unknown sampling parameter 'beam' Known"):
+    with pytest.raises(RequestError, match=r"unknown sampling parameter 'beam': Known"):
         SamplingParams.from_dict({"beam": 1})
     assert SamplingParams.from_dict({"top_k": 3, "stop": ["x"]}) == SamplingParams(top_k=3, stop=("x",))
 

@@ -88,6 +88,7 @@ def test_what_a_template_is_asked_for(tokenizer: Tokenizer, options: dict[str, A
         ({"enable_thinkin": False}, ["'enable_thinkin'", "did you mean 'enable_thinking'", "It reads", "tools"]),
         ({"chat_template_kwargs": {"reasoning": 1}}, ["'reasoning'", "It reads"]),
         ({"documents": []}, ["'documents'"]),
+        ({"chat_template": "{{ messages[0].content }}", "tools": []}, ["'tools'", "It reads nothing but the messages"]),
         ({"done": True}, ["'done'"]),
         ({"truncation": True}, ["'truncation'"]),
         ({"tokenize": False}, ["'tokenize'"]),
