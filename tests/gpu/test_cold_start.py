@@ -10,10 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rapid_infer import LLM
 from rapid_infer.worker.kernel_cache import VARIABLE
 
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 SIZES = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 2000}
 LATENT = {
     "num_key_value_heads": 4, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,

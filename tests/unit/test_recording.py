@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from rapid_infer.config import CheckpointFacts, DeviceFacts, EngineArgs
+from rapid_infer.device import GpuFacts
 from rapid_infer.errors import ConfigError
 from rapid_infer.layers.context import BuildContext
-from rapid_infer.ops import OPS, OpResolver, load_providers
+from rapid_infer.ops import OPS, OpResolver, load_providers, registry
+from rapid_infer.worker import build
 from rapid_infer.worker.build import build_model
 from rapid_infer.worker.graph_recorder import GraphRecorder
 
@@ -46,9 +48,12 @@ def test_providers_say_whether_they_read_values_on_the_host(name: str, provider:
     assert OPS[name].providers[provider].capturable == found
 
 
+H200 = GpuFacts("NVIDIA H200", (9, 0), 132)
+
+
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(registry, "gpu_facts", lambda device: H200 if device.type == "cuda" else None)
 
 
 LAYER = {"head_dim": 128, "block_size": 64}
@@ -94,11 +99,12 @@ class Model(nn.Module):
     ],
 )
 def test_a_model_is_built_with_what_a_graph_can_record_where_steps_are_recorded(
-    device: str, eager: bool, at: str, graphs: bool
+    device: str, eager: bool, at: str, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(build, "check_model", lambda model, config, architecture: None)
     args = EngineArgs(dtype="bfloat16", enforce_eager=eager)
     config = args.resolve(CheckpointFacts(512, "bfloat16"), DeviceFacts(device, True, 1 << 40))
-    checkpoint: Any = SimpleNamespace(hf_config=None, quantization_config=None)
+    checkpoint: Any = SimpleNamespace(hf_config=None, quantization_config=None, architecture="Model")
     assert build_model(Model, checkpoint, config, at).model.found == graphs
 
 
