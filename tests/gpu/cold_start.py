@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,21 @@ from rapid_infer import LLM, SamplingParams
 sys.path.insert(0, str(Path(__file__).parent))
 
 
+class _Notes(logging.Handler):
+    def __init__(self, notes: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self.notes = notes
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.notes.append(record.getMessage())
+
+
 def main(path: str, options: dict[str, Any]) -> dict[str, Any]:
-    """{"at_start": kernels that this process compiled itself in the constructor, "later": after it, "late_graphs"}."""
+    """{"warnings", "at_start": kernels that this process compiled itself in the constructor, "later": after it}."""
     from triton import knobs
+
+    warnings: list[str] = []
+    logging.getLogger("rapid_infer").addHandler(_Notes(warnings))
 
     compiled: list[str] = []
 
@@ -30,7 +43,7 @@ def main(path: str, options: dict[str, Any]) -> dict[str, Any]:
         at_start = list(compiled)
         compiled.clear()
         every_kind_of_step(llm)
-        return {"at_start": at_start, "later": compiled, "late_graphs": llm.engine.executor.late_graphs()[0]}
+        return {"warnings": warnings, "at_start": at_start, "later": compiled}
 
 
 def every_kind_of_step(llm: LLM) -> None:

@@ -48,6 +48,7 @@ def test_nothing_is_compiled_after_the_start(
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
+    assert found["warnings"] == []
     assert found["later"] == []
     assert found["at_start"] == []
 
