@@ -10,10 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 from rapid_infer.config import EngineArgs
@@ -57,12 +59,13 @@ class KernelList:
 
     @classmethod
     def of(cls, cache: Path, checkpoint: Path, entry: Entry, args: EngineArgs) -> KernelList:
-        """Its key is all that kernels depend on but the GPU: config.json, plugin, options and versions."""
+        """Its key is all that kernels depend on but the GPU: config.json, plugin, options, versions and sources."""
         options = {name: value for name, value in asdict(args).items() if name not in UNRELATED}
         parts = [
             hashlib.sha256((checkpoint / "config.json").read_bytes()).hexdigest(),
             entry.target, entry.version, sorted(options.items()),
-            [_version(name) for name in ("torch", "triton", "transformers")], _sources(),
+            [_version(name) for name in ("torch", "triton", "transformers")],
+            [_sources(root) for root in (Path(__file__).parents[1], *_folders(entry.target))],
         ]  # fmt: skip
         return cls(cache, hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:32])
 
@@ -106,9 +109,17 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _sources() -> str:
-    """Changes when a file of this package does."""
-    root = Path(__file__).resolve().parents[1]
+def _folders(target: str) -> list[Path]:
+    """Of the package that brings the model, whose author may be changing it."""
+    try:
+        spec = find_spec(re.split(r"[.:]", target)[0])
+    except (ImportError, ValueError):
+        return []
+    return [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
+
+
+def _sources(root: Path) -> str:
+    """Changes when a file of the package does."""
     files = sorted(root.rglob("*.py"))
     stats = [(str(file.relative_to(root)), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
     return hashlib.sha256(repr(stats).encode()).hexdigest()

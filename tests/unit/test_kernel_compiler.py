@@ -44,7 +44,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return use_kernel_cache()
 
 
-def test_a_list_holds_for_what_kernels_depend_on(checkpoint: Path, cache: Path) -> None:
+def test_a_list_holds_for_what_kernels_depend_on(
+    checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def key(entry: Entry = ENTRY, **options: Any) -> str:
         return KernelList.of(cache, checkpoint, entry, EngineArgs(**options)).key
 
@@ -53,6 +55,12 @@ def test_a_list_holds_for_what_kernels_depend_on(checkpoint: Path, cache: Path) 
     keys.append(key(replace(ENTRY, version="1.1")))
     (checkpoint / "config.json").write_text('{"hidden_size": 3}')
     keys.append(key())
+    plugin = checkpoint.parent / "some"
+    plugin.mkdir()
+    monkeypatch.syspath_prepend(str(plugin.parent))
+    for source in ("one = 1", "one = 1.0"):
+        (plugin / "__init__.py").write_text(source)
+        keys.append(key())
     assert len(set(keys)) == len(keys)
 
 
