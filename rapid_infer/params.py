@@ -17,7 +17,7 @@ GREEDY_BELOW = 1e-5
 
 MAX_LOGPROBS = 20
 
-MAX_N = 1024
+MAX_N = 16384
 
 MAX_LOGIT_BIAS = 1024
 """Entries. The device has room for as many in every row, as it has for `MAX_STOP_TOKEN_IDS`."""
@@ -40,7 +40,7 @@ class SamplingParams:
     logit_bias           {token id: number added to its logit}, in [-100, 100]; at most 1024 entries
     allowed_token_ids    nothing but these can be chosen
     seed                 same seed, same tokens; None: the engine's seed plus the request's arrival number
-    n                    how many completions of the one prompt, at most 1024; they share its cache blocks
+    n                    how many completions of the one prompt, at most 16384; they share its cache blocks
     max_tokens           tokens to generate at most; None means up to the model's length
     min_tokens           no stop token and no stop string ends the request before this many tokens
     stop                 texts that end the request; they are no part of its text
