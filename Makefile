@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 PLUGINS := $(wildcard plugins/*)
 PROJECTS := pyproject.toml $(addsuffix /pyproject.toml,$(PLUGINS))
 STAMP := $(VENV)/.installed
+# Processes that share out the test files; each takes up to 2 GB.
+TEST_PROCESSES ?= 2
 
 .PHONY: help setup demo test check format clean
 
@@ -29,7 +31,7 @@ demo: $(STAMP)
 	$(BIN)/rapid-infer generate demo --chat --greedy -p "What is the capital of Japan?"
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 
 check: $(STAMP)
 	$(BIN)/ruff check .
