@@ -176,5 +176,5 @@ def test_a_sampling_parameter_out_of_range_is_refused_by_name(name: str, value: 
 
 
 def test_an_unknown_sampling_parameter_is_refused_with_a_near_match() -> None:
-    with pytest.raises(RequestError, match="unknown sampling parameter 'temprature'; did you mean 'temperature'"):
+    with pytest.raises(RequestError, match="unknown sampling parameter 'temprature': did you mean 'temperature'"):
         SamplingParams.from_dict({"temprature": 1.0})
