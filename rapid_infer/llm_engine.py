@@ -263,7 +263,7 @@ def build_core(
 def _all_kept() -> Iterator[None]:
     """What is made inside stays for good: keep the garbage collector from walking over it again and again.
 
-    That is a tenth of a start, and would be 3 % of a small model's time afterwards.
+    Afterwards that would be 3 % of a small model's time.
     """
     enabled = gc.isenabled()
     gc.disable()

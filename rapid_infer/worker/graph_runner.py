@@ -8,6 +8,7 @@ choose tokens are recorded at the start; other ways, when they are first asked f
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -30,6 +31,8 @@ from rapid_infer.worker.logprobs import Logprobs
 from rapid_infer.worker.mailbox import Mailbox
 from rapid_infer.worker.request_table import RequestTable
 from rapid_infer.worker.sampler import SamplingOps
+
+logger = logging.getLogger(__name__)
 
 GREEDY = SamplingFeatures()
 USUAL = (GREEDY, SamplingFeatures(random=True), SamplingFeatures(random=True, truncated=True))
@@ -282,8 +285,9 @@ class GraphRunner:
 
         try:
             return self._recorder.record(what, run, warm_up)
-        except RuntimeError:
+        except RuntimeError as error:
             # A model may hide from us how its layers differ.
+            logger.warning("%s; trying once more, with all layers run before", error)
             return self._recorder.record(what, run)
 
     def capture_finish(

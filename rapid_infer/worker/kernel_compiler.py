@@ -9,10 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
@@ -64,12 +64,10 @@ class KernelCompiler:
         if gpu is None or self.kernels is None or self.kernels.complete(gpu):
             self.stop()
             return
-        process = self._process or self._spawn(self.kernels)
-        assert process.stdin is not None
-        try:
-            _send(process.stdin, _target(config, model_config, gpu))
-        except OSError:
-            logger.debug("the process that compiles kernels has ended early")
+        if self._process is None:
+            self._spawn(self.kernels)
+        if self._process is not None:
+            _send(self._process, _target(config, model_config, gpu))
 
     def wait(self, progress: Callable[[], AbstractContextManager[Show]]) -> Progress:
         """Until all kernels are there, at once if they are. Returns how far it came, and the error if there was one."""
@@ -99,28 +97,27 @@ class KernelCompiler:
             process, self._process = self._process, None
             for pipe in (process.stdin, process.stdout):
                 assert pipe is not None
-                pipe.close()
+                # What the process did not live to take is of no interest.
+                with suppress(OSError):
+                    pipe.close()
             process.kill()
             process.wait()
 
-    def _spawn(self, kernels: KernelList) -> subprocess.Popen[bytes]:
+    def _spawn(self, kernels: KernelList) -> None:
         # Without a GPU to see, nothing imported there can open one, which would take its memory. A session of its own
         # keeps a terminal's Ctrl-C away.
         paths = [os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)]
         env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "rapid_infer.worker.compile_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=env,
-            start_new_session=True,
-        )
-        assert self._process.stdin is not None
-        _send(
-            self._process.stdin,
-            Start(str(self._checkpoint), self._entry.target, str(kernels.cache), kernels.key),
-        )
-        return self._process
+        command = [sys.executable, "-P", "-m", "rapid_infer.worker.compile_process"]
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, start_new_session=True
+            )
+        except OSError as error:
+            logger.warning("kernels are compiled when they are first launched: no process could be started: %s", error)
+            return
+        start = Start(str(self._checkpoint), self._entry.target, str(kernels.cache), kernels.key)
+        _send(self._process, start)
 
 
 def _target(config: EngineConfig, model_config: Any, gpu: GpuFacts) -> Target:
@@ -135,9 +132,12 @@ def _target(config: EngineConfig, model_config: Any, gpu: GpuFacts) -> Target:
     return Target(config, gpu, f"{kind.__module__}:{kind.__qualname__}", msgspec.Raw(packed))
 
 
-def _send(pipe: IO[bytes], message: msgspec.Struct) -> None:
-    pipe.write(msgspec.json.encode(message) + b"\n")
-    pipe.flush()
+def _send(process: subprocess.Popen[bytes], message: msgspec.Struct) -> None:
+    """To a process that may have ended; `_words` finds that and says why."""
+    assert process.stdin is not None
+    with suppress(OSError):
+        process.stdin.write(msgspec.json.encode(message) + b"\n")
+        process.stdin.flush()
 
 
 def _words(process: subprocess.Popen[bytes]) -> Iterator[Progress]:
@@ -153,7 +153,11 @@ def _words(process: subprocess.Popen[bytes]) -> Iterator[Progress]:
             break
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:
-            yield msgspec.json.decode(line, type=Progress)
+            try:
+                yield msgspec.json.decode(line, type=Progress)
+            except msgspec.MsgspecError:
+                yield Progress(error=f"the process said {line[:100]!r}")
+                return
     if process.wait() not in (0, 1):
         yield Progress(error=f"the process ended with exit code {process.returncode}")
 

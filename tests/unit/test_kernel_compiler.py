@@ -220,6 +220,29 @@ def test_the_engine_starts_whatever_became_of_the_kernels(
         assert "kernels are compiled one after another" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [("exit 7", "ended with exit code 7"), ("read start; echo hello; read target", "the process said b'hello'")],
+)
+def test_a_process_that_cannot_be_talked_to_ends_no_start(
+    script: str, error: str, checkpoint: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Says(monkeypatch, tmp_path, [], 0)
+    (tmp_path / "script").write_text(f"#!/bin/sh\n{script}\n")
+    last, _ = waited_for(checkpoint)
+    assert error in (last.error or "")
+
+
+def test_where_no_process_can_be_started_there_is_none(
+    checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kernel_compiler, "_gpu_may_be_here", lambda: True)
+    monkeypatch.setattr(sys, "executable", str(checkpoint / "no such program"))
+    last, _ = waited_for(checkpoint)
+    assert last == Progress()
+    assert "no process could be started" in caplog.text
+
+
 def test_a_process_that_says_nothing_is_given_up(
     checkpoint: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
