@@ -36,28 +36,26 @@ BLOCK = 4096
 # Before every place: nothing is taken away from the row.
 ALL = tl.constexpr(-(2**63))
 
+# One kernel, which takes seconds to compile, for all that may be asked for.
+_FIXED = ["given", "top_k_ptr", "top_p_ptr", "min_p_ptr", "top_k_stride", "top_p_stride", "min_p_stride"]
+
 
 @triton.jit
 def _settings(
-    row, vocab, top_k_ptr, top_p_ptr, min_p_ptr, top_k_stride, top_p_stride, min_p_stride,
+    row, vocab, given, top_k_ptr, top_p_ptr, min_p_ptr, top_k_stride, top_p_stride, min_p_stride,
 ):  # fmt: skip
     """top_k, 0 where it takes nothing away, top_p and min_p."""
-    k = tl.full((), 0, tl.int32)
-    p = tl.full((), 1.0, tl.float32)
-    min_p = tl.full((), 0.0, tl.float32)
-    if top_k_ptr is not None:
-        k = tl.load(top_k_ptr + row * top_k_stride).to(tl.int32)
-        k = tl.where((k > 0) & (k < vocab), k, 0)
-        p = tl.load(top_p_ptr + row * top_p_stride)
-    if min_p_ptr is not None:
-        min_p = tl.load(min_p_ptr + row * min_p_stride)
-    return k, p, min_p
+    top, least = (given & 1) > 0, (given & 2) > 0
+    k = tl.load(top_k_ptr + row * top_k_stride, mask=top, other=0).to(tl.int32)
+    p = tl.load(top_p_ptr + row * top_p_stride, mask=top, other=1.0)
+    min_p = tl.load(min_p_ptr + row * min_p_stride, mask=least, other=0.0)
+    return tl.where((k > 0) & (k < vocab), k, 0), p, min_p
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_FIXED)
 def _maxima_kernel(
     logits_ptr, top_k_ptr, top_p_ptr, min_p_ptr, maximum_ptr, part_top_ptr, part_mass_ptr,
-    stride, top_k_stride, top_p_stride, min_p_stride, vocab,
+    stride, given, top_k_stride, top_p_stride, min_p_stride, vocab,
     GROUP: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Per part of a row: the maxima of its groups, infinity for NaN, and where the total counts the part's mass."""
@@ -67,7 +65,7 @@ def _maxima_kernel(
     lane = tl.arange(0, LANES)
     wait_previous(PDL)
     k, p, min_p = _settings(
-        row, vocab, top_k_ptr, top_p_ptr, min_p_ptr, top_k_stride, top_p_stride, min_p_stride
+        row, vocab, given, top_k_ptr, top_p_ptr, min_p_ptr, top_k_stride, top_p_stride, min_p_stride
     )  # fmt: skip
     if (k > 0) | (p < 1.0) | (min_p > 0.0):
         ids = (part * GROUP + tl.arange(0, GROUP))[:, None] * LANES + lane[None, :]
@@ -82,11 +80,11 @@ def _maxima_kernel(
             tl.store(part_mass_ptr + at, mass)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_FIXED)
 def _search_kernel(
     logits_ptr, top_k_ptr, top_p_ptr, min_p_ptr, maximum_ptr, part_top_ptr, part_mass_ptr,
     group_ptr, number_ptr, id_ptr, last_ptr,
-    stride, top_k_stride, top_p_stride, min_p_stride, vocab, groups,
+    stride, given, top_k_stride, top_p_stride, min_p_stride, vocab, groups,
     PARTS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr,
     AIM: tl.constexpr, ROOM: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -95,7 +93,7 @@ def _search_kernel(
     row = tl.program_id(0).to(tl.int64)
     wait_previous(PDL)
     k, p, min_p = _settings(
-        row, vocab, top_k_ptr, top_p_ptr, min_p_ptr, top_k_stride, top_p_stride, min_p_stride
+        row, vocab, given, top_k_ptr, top_p_ptr, min_p_ptr, top_k_stride, top_p_stride, min_p_stride
     )  # fmt: skip
     last = tl.full((), ALL, tl.int64)
     if (k > 0) | (p < 1.0) | (min_p > 0.0):
@@ -165,16 +163,22 @@ def truncate_logits(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None, 
     part_top, part_mass = (torch.empty(rows, parts, device=logits.device) for _ in range(2))
     number, ids = (torch.empty(rows, ROOM + FEW, dtype=d, device=logits.device) for d in (torch.float32, torch.int32))
     last = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    settings = top_k, top_p, min_p
-    strides = [0 if setting is None else setting.stride(0) for setting in settings]
+    given = (top_k is not None) + 2 * (min_p is not None)
+    # What is not given is not read, but is of its type.
+    settings = (
+        found if top_k is None else top_k,
+        part_top if top_p is None else top_p,
+        part_top if min_p is None else min_p,
+    )
+    strides = [setting.stride(0) for setting in settings]
     shape = {"GROUP": group, "LANES": LANES}
     _maxima_kernel[(parts, rows)](
-        logits, *settings, maximum, part_top, part_mass, logits.stride(0), *strides, vocab,
+        logits, *settings, maximum, part_top, part_mass, logits.stride(0), given, *strides, vocab,
         **shape, num_warps=2, **options(logits),
     )  # fmt: skip
     _search_kernel[(rows,)](
         logits, *settings, maximum, part_top, part_mass, found, number, ids, last,
-        logits.stride(0), *strides, vocab, groups,
+        logits.stride(0), given, *strides, vocab, groups,
         PARTS=triton.next_power_of_2(parts), GROUPS=triton.next_power_of_2(groups), **shape,
         STEP=max(STEP * GROUP // group, 1), AIM=min(AIM, groups // 2), ROOM=ROOM, FEW=FEW, BLOCK=BLOCK,
         num_warps=16, **options(logits),
