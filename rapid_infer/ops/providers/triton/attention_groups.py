@@ -156,7 +156,7 @@ def _sorted(value, place, ROWS: tl.constexpr):
 
 @triton.jit
 def find_groups(
-    seq_lens_ptr, table_ptr, rows_ptr, table_stride, decodes,
+    seq_lens_ptr, table_ptr, rows_ptr, table_stride, shared_ptr, rows, decodes,
     TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, MIN_BLOCKS: tl.constexpr, MIN_SAVED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -188,8 +188,10 @@ def find_groups(
         tiles = blocks * (BLOCK_SIZE // TILE)
         saved = tl.sum(tl.where(place > start, tiles, 0), 0)
         tiles = tl.where(saved >= MIN_SAVED, tiles, 0)
-        _, back = _sorted(order, place, ROWS)
-        own_tiles = tl.gather(tiles, back, 0)
+        # Back into the order of rows through memory, where all programs write the same.
+        tl.store(shared_ptr + order * 2, tiles, mask=order < rows)
+        tl.debug_barrier()
+        own_tiles = tl.load(shared_ptr + place * 2, mask=place < rows, other=0, cache_modifier=".cg")
     return own_tiles, order, tiles, start, end
 
 

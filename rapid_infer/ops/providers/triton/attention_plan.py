@@ -93,13 +93,14 @@ def _units(seq_lens_ptr, row, rows, shared, window, TILE: tl.constexpr, ROW_COST
     return tl.where(row < rows, tl.maximum(tiles, 1) + ROW_COST, 0)
 
 
-@triton.jit(do_not_specialize=["seq_lens_ptr", "table_ptr", "rows_ptr", "rows"])
+@triton.jit(do_not_specialize=["seq_lens_ptr", "decodes_ptr", "counted", "table_ptr", "rows_ptr", "rows"])
 def _plan_kernel(
-    seq_lens_ptr, decodes_ptr, first_ptr, slice_row_ptr, quota_ptr, arrived_ptr, rows, slices, window, kv_heads,
+    seq_lens_ptr, decodes_ptr, counted, first_ptr, slice_row_ptr, quota_ptr, arrived_ptr,
+    rows, slices, window, kv_heads,
     table_ptr, rows_ptr, table_stride, shared_ptr, item_first_ptr, order_ptr, items_ptr, slice_item_ptr,
     shared_quota_ptr, item_arrived_ptr,
     TILE: tl.constexpr, ROW_COST: tl.constexpr, MIN_QUOTA: tl.constexpr, PART_COST: tl.constexpr, WINDOW: tl.constexpr,
-    HEADS_PAD: tl.constexpr, ROWS: tl.constexpr, DECODES: tl.constexpr,
+    HEADS_PAD: tl.constexpr, ROWS: tl.constexpr,
     PACK: tl.constexpr, BLOCK_SIZE: tl.constexpr, MIN_BLOCKS: tl.constexpr, MIN_SAVED: tl.constexpr,
     COLUMNS: tl.constexpr, ITEM_COST: tl.constexpr, MIN_SHARED_QUOTA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -107,14 +108,13 @@ def _plan_kernel(
     start_next(PDL)
     wait_previous(PDL)
     slice = tl.program_id(0)
-    decodes = rows
-    if DECODES:
-        decodes = tl.load(decodes_ptr)
+    # Not two kernels: this one takes seconds to compile.
+    decodes = tl.load(decodes_ptr, mask=counted > 0, other=rows)
     shared = 0
     if PACK > 0:
         # All rows are at once in this case.
         shared, order, tiles, start, end = find_groups(
-            seq_lens_ptr, table_ptr, rows_ptr, table_stride, decodes,
+            seq_lens_ptr, table_ptr, rows_ptr, table_stride, shared_ptr, rows, decodes,
             TILE, BLOCK_SIZE, MIN_BLOCKS, MIN_SAVED, ROWS, COLUMNS,
         )  # fmt: skip
         plan_items(
@@ -195,15 +195,14 @@ def decode_plan(
     at_once = _ROWS_AT_ONCE if shared is None else padded_rows(rows)
     _plan_kernel[(slices + 1,)](
         metadata.seq_lens, metadata.seq_lens if metadata.decodes is None else metadata.decodes,
-        plan.first, plan.slice_row, plan.quota, plan.arrived,
+        int(metadata.decodes is not None), plan.first, plan.slice_row, plan.quota, plan.arrived,
         rows, slices, window or 0, kv_heads,
         metadata.block_table, metadata.rows, metadata.block_table.stride(0),
         *((plan.first,) * 7 if shared is None else
           (shared.rows, shared.item_first, shared.order, shared.items, shared.slice_item,
            shared.quota, shared.arrived)),
         TILE=tile, ROW_COST=ROW_COST, MIN_QUOTA=MIN_QUOTA, PART_COST=part_cost, WINDOW=window is not None,
-        HEADS_PAD=triton.next_power_of_2(kv_heads), ROWS=at_once,
-        DECODES=metadata.decodes is not None, PACK=pack, BLOCK_SIZE=block_size,
+        HEADS_PAD=triton.next_power_of_2(kv_heads), ROWS=at_once, PACK=pack, BLOCK_SIZE=block_size,
         MIN_BLOCKS=attention_groups.MIN_BLOCKS, MIN_SAVED=attention_groups.MIN_SAVED,
         COLUMNS=max(attention_groups.COMPARED_AT_ONCE // at_once, 1), ITEM_COST=attention_groups.ITEM_COST,
         MIN_SHARED_QUOTA=attention_groups.MIN_QUOTA, num_warps=8 if pack else 4, **options(metadata.seq_lens),
