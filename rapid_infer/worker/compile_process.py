@@ -13,6 +13,7 @@ import signal
 import struct
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from rapid_infer.device import GpuFacts, assume_gpu
 from rapid_infer.hub.cache import file_lock
 from rapid_infer.models.checkpoint import Checkpoint, read_checkpoint
 from rapid_infer.registry import load_target
-from rapid_infer.worker.kernel_cache import KernelList
+from rapid_infer.worker.kernel_cache import KernelList, hash_triton
 
 if TYPE_CHECKING:
     from rapid_infer.ops.providers.triton.precompile import Launch
@@ -59,11 +60,12 @@ class Target(msgspec.Struct):
 
 
 class Progress(msgspec.Struct, omit_defaults=True):
-    """`done` of `total` kernels are there; `error`: why no more will be."""
+    """`done` of `total` kernels are there; `error`: why no more will be; `seconds`: how long what took, at the end."""
 
     done: int = 0
     total: int = 0
     error: str | None = None
+    seconds: dict[str, float] = {}
 
 
 def main() -> int:
@@ -77,25 +79,42 @@ def main() -> int:
         answers.write(msgspec.json.encode(progress) + b"\n")
 
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
+    clock = _Clock()
     try:
         prepared = _prepare(start)
+        clock.mark("imports")
         line = sys.stdin.buffer.readline()
         if not line:
             return 0
+        clock.mark("waiting for the configuration")
         target = msgspec.json.decode(line, type=Target)
         kernels = KernelList(Path(start.cache), start.key)
         with file_lock(kernels.lock):
             # Another process may have done it meanwhile.
             if not kernels.complete(target.gpu):
-                _compile_all(prepared, target, kernels, say)
+                _compile_all(prepared, target, kernels, say, clock)
     except Exception as error:
         say(Progress(error=f"{type(error).__name__}: {error}"))
         return 1
     return 0
 
 
+class _Clock:
+    """How long what took, in seconds."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    def mark(self, what: str) -> None:
+        """All since the last mark was `what`."""
+        now = time.perf_counter()
+        self.seconds[what], self._last = now - self._last, now
+
+
 def _prepare(start: Start) -> tuple[Any, Checkpoint]:
     """Import all there is to import, while the parent finds out about its GPU."""
+    hashing = hash_triton()
     import torch
     import torch._dynamo  # what runs on "meta" asks for it
     import triton.backends.nvidia.compiler
@@ -107,6 +126,8 @@ def _prepare(start: Start) -> tuple[Any, Checkpoint]:
     # No pool of threads that a fork would cut off.
     torch.set_num_threads(1)
     load_providers()
+    # Forked processes need the hash as well, and must find no other thread.
+    hashing.join()
     return load_target(start.target), read_checkpoint(Path(start.checkpoint))
 
 
@@ -117,7 +138,11 @@ def _model_config(target: Target, cls: Any, checkpoint: Checkpoint) -> Any:
 
 
 def _compile_all(
-    prepared: tuple[Any, Checkpoint], target: Target, kernels: KernelList, say: Callable[[Progress], None]
+    prepared: tuple[Any, Checkpoint],
+    target: Target,
+    kernels: KernelList,
+    say: Callable[[Progress], None],
+    clock: _Clock,
 ) -> None:
     from rapid_infer.ops.providers.triton import precompile
     from rapid_infer.worker.kernel_plan import plan_kernels
@@ -137,6 +162,7 @@ def _compile_all(
                 later.append(launch)
 
         plan_kernels(cls, model_config, checkpoint, target.config, take)
+        clock.mark("planning")
         later.sort(key=lambda launch: (-launch.size, launch.name))
         jobs: list[Job] = [partial(launch.compile, claims) for launch in later]
         crew.start(jobs if claims is None else [precompile.compile_driver, *jobs], len(os.sched_getaffinity(0)))
@@ -149,6 +175,8 @@ def _compile_all(
         why = "; ".join(crew.failed.values())
         raise RuntimeError(f"{len(crew.failed)} of {crew.total} kernels were not compiled: {why:.500}")
     kernels.write(target.gpu, sorted(filter(None, names)))
+    clock.mark("compiling")
+    say(Progress(len(crew.done), crew.total, seconds=clock.seconds))
 
 
 class Crew:

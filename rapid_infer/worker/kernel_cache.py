@@ -12,6 +12,7 @@ import json
 import os
 import re
 import tempfile
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -48,6 +49,18 @@ def use_kernel_cache() -> Path:
             f"that can be written"
         ) from error
     return path
+
+
+def hash_triton() -> threading.Thread:
+    """Begins, in a thread, what is part of every kernel's name: the hash of Triton's own files, 400 MB. It takes half a
+    second for which nobody need wait, once per process.
+    """
+    # Imported here, since two threads must not import it at once.
+    from triton.runtime.cache import triton_key
+
+    thread = threading.Thread(target=triton_key, name="hash of Triton", daemon=True)
+    thread.start()
+    return thread
 
 
 @dataclass(frozen=True)

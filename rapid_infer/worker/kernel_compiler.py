@@ -20,7 +20,7 @@ from rapid_infer.config import EngineArgs, EngineConfig
 from rapid_infer.device import GpuFacts
 from rapid_infer.registry import Entry
 from rapid_infer.worker.compile_process import Progress, Start, Target
-from rapid_infer.worker.kernel_cache import KernelList, use_kernel_cache
+from rapid_infer.worker.kernel_cache import KernelList, hash_triton, use_kernel_cache
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +47,12 @@ class KernelCompiler:
             self.kernels = KernelList.of(use_kernel_cache(), checkpoint, entry, args)
 
     def __enter__(self) -> KernelCompiler:
-        if self.kernels is not None and not self.kernels.complete():
-            self._spawn(self.kernels)
+        if self.kernels is not None:
+            if not self.kernels.complete():
+                self._spawn(self.kernels)
+            # Whoever needs Triton and cannot import it says so.
+            with suppress(ImportError, OSError):
+                hash_triton()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -88,7 +92,9 @@ class KernelCompiler:
                 "failed: %s",
                 last.error,
             )
-        logger.info("waited %.1f s for %d kernels to be compiled", time.perf_counter() - began, last.total)
+        took = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in last.seconds.items()) or "failed"
+        waited = time.perf_counter() - began
+        logger.info("waited %.1f s for %d kernels to be compiled (%s)", waited, last.total, took)
         return last
 
     def stop(self) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
+from triton.backends.nvidia.compiler import get_ptxas_version
 from triton.backends.nvidia.driver import CudaLauncher, CudaUtils, libcuda_dirs
 from triton.runtime import driver
 from triton.runtime.cache import get_cache_manager
@@ -89,8 +90,11 @@ def collect_launches(take: Callable[[Launch], object]) -> Iterator[None]:
 
 
 def compile_for(gpu: GpuFacts) -> None:
-    """Let this process compile for a GPU that it does not use."""
-    driver.set_active(_Target(gpu))
+    """Let this process, and those that it forks, compile for a GPU that it does not use."""
+    target = _Target(gpu)
+    driver.set_active(target)
+    # Triton asks its assembler for its version once per process.
+    get_ptxas_version(target.get_current_target().arch)
 
 
 def can_link() -> bool:
