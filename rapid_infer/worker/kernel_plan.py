@@ -21,7 +21,7 @@ from rapid_infer.loader import finalize
 from rapid_infer.models.checkpoint import Checkpoint
 from rapid_infer.worker import build
 from rapid_infer.worker.eager_step import SCORED_AT_ONCE, EagerStep
-from rapid_infer.worker.graph_runner import DECODE, GREEDY, GraphRunner
+from rapid_infer.worker.graph_runner import DECODE, GREEDY, GraphRunner, asks_for_context
 from rapid_infer.worker.memory import largest_step
 from rapid_infer.worker.model_runner import make_mailbox
 from rapid_infer.worker.request_table import RequestTable
@@ -119,12 +119,18 @@ class _Steps:
                 plan = replace(largest_step(rows, tokens, self.max_model_len), token_lists=None, features=GREEDY)
                 scored = np.arange(min(plan.num_tokens, SCORED_AT_ONCE), dtype=np.int32)
                 yield replace(plan, prompt_scores=PromptScores(scored, scored, 1))
+                if plan.num_decodes > 1:
+                    # Rows with a context may share parts of it.
+                    yield replace(plan, max_seq_len=self.max_model_len)
+                if plan.max_query_len > 1 and asks_for_context(self.built.model):
+                    yield replace(plan, max_context_len=0)
                 if not self.config.cuda_graphs:
                     for features in (*CHOICES, *TRUNCATIONS) if plan.max_query_len == 1 else (GREEDY,):
                         yield replace(plan, features=features)
 
 
 def _sizes(limit: int) -> list[int]:
-    """Powers of two, where kernels choose, and numbers just above, which are odd."""
+    """Powers of two, where kernels choose, and numbers just above, which are odd; both kinds of the largest, too."""
     powers = [1 << power for power in range(limit.bit_length())]
-    return sorted({*powers, *(power + 1 for power in powers if power < limit), limit})
+    largest = {limit, limit - 1, limit // 16 * 16} - {0}
+    return sorted({*powers, *(power + 1 for power in powers if power < limit), *largest})

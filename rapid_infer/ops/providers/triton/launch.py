@@ -15,9 +15,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime.jit import DependenciesFinder
 
 from rapid_infer.device import GpuFacts, gpu_facts
 from rapid_infer.ops.providers.triton.facts import INTERPRETED
+
+
+def _hash_what_is_called_first() -> None:
+    """Make a kernel's hash, by which compiled kernels are found, the same in all processes.
+
+    Triton takes over the constants of a function that the kernel calls before it hashes that function, which finds
+    them: they count only if another kernel had it hashed earlier. Kernels that one process compiled, another with
+    another order of launches does not find, and compiles again.
+    """
+    update = DependenciesFinder._update_hash
+
+    def hash_first(self: DependenciesFinder, func: Any) -> None:
+        _ = func.cache_key
+        update(self, func)
+
+    DependenciesFinder._update_hash = hash_first
+
+
+_hash_what_is_called_first()
 
 
 @triton.jit
