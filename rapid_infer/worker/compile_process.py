@@ -7,6 +7,7 @@ ends when its input does. It never touches a GPU, so that it may fork once all i
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import select
 import signal
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -116,19 +118,45 @@ def _prepare(start: Start) -> tuple[Any, Checkpoint]:
     """Import all there is to import, while the parent finds out about its GPU."""
     hashing = hash_triton()
     import torch
-    import torch._dynamo  # what runs on "meta" asks for it
     import triton.backends.nvidia.compiler
     import triton.compiler  # noqa: F401
 
-    from rapid_infer.ops.registry import load_providers
+    from rapid_infer.ops.registry import OPS, load_providers
     from rapid_infer.worker import kernel_plan  # noqa: F401
 
     # No pool of threads that a fork would cut off.
     torch.set_num_threads(1)
+    import_dynamo_when_needed()
     load_providers()
+    for provider in (provider for op in OPS.values() for provider in op.providers.values()):
+        if isinstance(provider.target, str) and ".triton." in provider.target:
+            _ = provider.fn
+    # For the first choice on "meta" torch imports hundreds of modules.
+    torch.where(torch.empty(1, device="meta") > 0, 1.0, 0.0)
     # Forked processes need the hash as well, and must find no other thread.
     hashing.join()
     return load_target(start.target), read_checkpoint(Path(start.checkpoint))
+
+
+def import_dynamo_when_needed() -> None:
+    """Operators on "meta" import torch._dynamo to say that it is to leave them alone, which takes two seconds.
+
+    A module in its place answers that, and gives way to the real one as soon as anything else is asked of it.
+    """
+    import torch
+
+    name = "torch._dynamo"
+    if name in sys.modules:
+        return
+    place = ModuleType(name)
+
+    def real(attribute: str) -> Any:
+        if sys.modules.get(name) is place:
+            del sys.modules[name]
+        return getattr(importlib.import_module(name), attribute)
+
+    vars(place).update(disable=lambda fn, *args, **kwargs: fn, __getattr__=real)
+    sys.modules[name] = torch._dynamo = place
 
 
 def _model_config(target: Target, cls: Any, checkpoint: Checkpoint) -> Any:

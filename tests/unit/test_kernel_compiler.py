@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -265,3 +266,19 @@ def test_without_a_gpu_there_is_no_process(checkpoint: Path, cache: Path, monkey
 def test_nothing_of_it_imports_torch() -> None:
     for module in (kernel_compiler, compile_process):
         assert not hasattr(module, "torch")
+
+
+def test_dynamo_is_imported_only_for_what_is_asked_of_it() -> None:
+    code = """
+import sys
+from rapid_infer.worker.compile_process import import_dynamo_when_needed
+import_dynamo_when_needed()
+import torch
+assert torch.where(torch.empty(2, device="meta") > 0, 1.0, 0.0).shape == (2,)
+assert "torch._dynamo.config" not in sys.modules
+assert torch._dynamo.config.recompile_limit > 0
+assert torch._dynamo is sys.modules["torch._dynamo"]
+assert torch._dynamo.disable(lambda: 3)() == 3
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
