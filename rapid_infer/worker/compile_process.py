@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -189,7 +190,7 @@ def _compile_all(
             else:
                 later.append(launch)
 
-        plan_kernels(cls, model_config, checkpoint, target.config, take)
+        plan_kernels(cls, model_config, checkpoint, _with_known_providers(target.config), take)
         clock.mark("planning")
         later.sort(key=lambda launch: (-launch.size, launch.name))
         jobs: list[Job] = [partial(launch.compile, claims) for launch in later]
@@ -205,6 +206,18 @@ def _compile_all(
     kernels.write(target.gpu, sorted(filter(None, names)))
     clock.mark("compiling")
     say(Progress(len(crew.done), crew.total, seconds=clock.seconds))
+
+
+def _with_known_providers(config: EngineConfig) -> EngineConfig:
+    """Without those that only the engine's process has registered: the kernels of all other operators are the same."""
+    from rapid_infer.ops.registry import OPS
+
+    known = tuple(
+        (op, tuple(name for name in names if name in OPS[op].providers))
+        for op, names in config.op_priority
+        if op in OPS
+    )
+    return replace(config, op_priority=known)
 
 
 class Crew:

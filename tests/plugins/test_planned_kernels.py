@@ -57,7 +57,12 @@ def test_compiled_once_for_all_starts(qwen3, as_if_a_gpu_were_here, tmp_path: Pa
     checkpoint = read_checkpoint(qwen3.path)
     entry = ModelRegistry.lookup(checkpoint.architecture)
     cls = ModelRegistry.load(entry)
-    args = EngineArgs(max_num_seqs=1, max_num_batched_tokens=2, max_model_len=64, dtype="bfloat16", enforce_eager=True)
+    # A provider that only the engine's process has takes nothing from all others.
+    pinned = {"lm_head_argmax": ["only here"]}
+    args = EngineArgs(
+        max_num_seqs=1, max_num_batched_tokens=2, max_model_len=64, dtype="bfloat16", enforce_eager=True,
+        op_priority=pinned,
+    )  # fmt: skip
     config = args.resolve(CheckpointFacts(64, "bfloat16"), DeviceFacts("cuda", True, 1 << 37))
     seen: list[tuple[int, int]] = []
 
