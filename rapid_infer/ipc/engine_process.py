@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
-import socket
 import sys
 import threading
 import time
@@ -22,11 +20,12 @@ from rapid_infer.engine.core import EngineCore
 from rapid_infer.engine.results import StepOutputs
 from rapid_infer.errors import EngineDeadError, RapidInferError, RequestError
 from rapid_infer.ipc import messages
-from rapid_infer.ipc.channel import Channel
 from rapid_infer.ipc.messages import Abort, AddRequest, FromEngine, GetStats, ResetPrefixCache, Start, Stop, ToEngine
 from rapid_infer.llm_engine import build_core, engine_facts
 from rapid_infer.models.checkpoint import read_checkpoint
 from rapid_infer.params import defaults_of
+from rapid_infer.processes.channel import Channel
+from rapid_infer.processes.launch import take_over
 from rapid_infer.worker.kernel_compiler import KernelCompiler
 
 logger = logging.getLogger(__name__)
@@ -148,13 +147,7 @@ def start(channel: Channel, message: Start) -> EngineCore | None:
 
 def main(fd: int) -> int:
     """Serve the front at the other end of the socket `fd`; returns the exit code."""
-    # A terminal sends an interrupt to both processes; the front decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    sock = socket.socket(fileno=fd)
-    # Whatever this process starts must not hold the socket open when it is gone.
-    sock.set_inheritable(False)
-    channel = Channel(sock)
+    channel = Channel(take_over(fd))
     inbox: Inbox = SimpleQueue()
     try:
         payload = channel.receive()

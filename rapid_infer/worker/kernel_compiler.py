@@ -18,6 +18,7 @@ import msgspec
 
 from rapid_infer.config import EngineArgs, EngineConfig
 from rapid_infer.device import GpuFacts
+from rapid_infer.processes.launch import start_module
 from rapid_infer.registry import Entry
 from rapid_infer.worker.compile_process import Progress, Start, Target
 from rapid_infer.worker.kernel_cache import KernelList, hash_triton, use_kernel_cache
@@ -112,13 +113,10 @@ class KernelCompiler:
     def _spawn(self, kernels: KernelList) -> None:
         # Without a GPU to see, nothing imported there can open one, which would take its memory. A session of its own
         # keeps a terminal's Ctrl-C away.
-        paths = [os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)]
-        env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
-        command = [sys.executable, "-P", "-m", "rapid_infer.worker.compile_process"]
+        module, env = "rapid_infer.worker.compile_process", {"CUDA_VISIBLE_DEVICES": ""}
+        pipe = subprocess.PIPE
         try:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, start_new_session=True
-            )
+            self._process = start_module(module, env=env, stdin=pipe, stdout=pipe, start_new_session=True)
         except OSError as error:
             logger.warning("kernels are compiled when they are first launched: no process could be started: %s", error)
             return

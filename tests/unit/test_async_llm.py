@@ -20,9 +20,9 @@ import pytest
 
 from rapid_infer import LLM, AsyncLLM, RequestOutput, SamplingParams
 from rapid_infer.errors import ConfigError, EngineDeadError, HubError, RequestError, WeightError
-from rapid_infer.ipc.channel import frame
 from rapid_infer.ipc.messages import AddRequest, Stats
 from rapid_infer.outputs import RequestOutputKind
+from rapid_infer.processes.channel import frame
 from rapid_infer.testing import TINY, make_checkpoint
 
 T = TypeVar("T")
