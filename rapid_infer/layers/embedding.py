@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from rapid_infer.errors import ConfigError
 from rapid_infer.layers.context import BuildContext
+from rapid_infer.layers.layout import MatrixLayout, Shard, whole
 from rapid_infer.layers.parameter import Part, Placement
 from rapid_infer.ops.registry import BoundOp
+from rapid_infer.quant.param_spec import ParamSpec
 
 
 class VocabShard(nn.Module):
@@ -32,17 +34,17 @@ class VocabShard(nn.Module):
             )
         self.start = ctx.parallel.tp_rank * self.rows
         self.stop = min(self.start + self.rows, vocab_size)
+        mine = Shard(None, vocab_size, self.stop - self.start, self.start)
+        self.layout, self.spec = MatrixLayout((mine,), whole(None, hidden_size)), ParamSpec(ctx.dtype)
         self.weight = nn.Parameter(torch.empty(self.rows, hidden_size, dtype=ctx.dtype), requires_grad=False)
 
     def parts(self, leaf: str) -> tuple[Part, ...]:
-        return (None,)
+        return self.layout.parts
 
     def placement(self, leaf: str, part: Part, expert: int | None = None) -> Placement | None:
-        if leaf != "weight" or part is not None or expert is not None:
+        if leaf != "weight" or expert is not None:
             raise KeyError(leaf)
-        shape = (self.vocab_size, self.weight.shape[1])
-        source, target = slice(self.start, self.stop), slice(0, self.stop - self.start)
-        return Placement(self.weight, shape, (source,), (target,))
+        return self.layout.placement(self.weight, self.spec, part)
 
     def finalize_weights(self) -> None:
         self.weight.data[self.stop - self.start :].zero_()
@@ -83,7 +85,7 @@ class LMHead(VocabShard):
             nn.Module.__init__(self)
             self.vocab_size, self.parallel = tied_to.vocab_size, tied_to.parallel
             self.rows, self.start, self.stop = tied_to.rows, tied_to.start, tied_to.stop
-            self.weight = tied_to.weight
+            self.layout, self.spec, self.weight = tied_to.layout, tied_to.spec, tied_to.weight
         else:
             super().__init__(ctx, vocab_size, hidden_size)
         self.scale = scale

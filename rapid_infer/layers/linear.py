@@ -6,38 +6,16 @@ Each layer owns the rule by which its parameters are cut; a quantization method 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from rapid_infer.errors import ConfigError
 from rapid_infer.layers.context import BuildContext
+from rapid_infer.layers.layout import MatrixLayout, Shard, cut, whole
 from rapid_infer.layers.module import LayerModule
 from rapid_infer.layers.parameter import Part, Placement
-from rapid_infer.quant.method import ParamSpec
-
-
-@dataclass(frozen=True)
-class OutPart:
-    """One piece of the output features: `size` of them in the checkpoint, `local` of which this rank reads from
-    `start`.
-    """
-
-    name: Part
-    size: int
-    local: int
-    start: int
-
-
-def whole(name: Part, size: int) -> OutPart:
-    return OutPart(name, size, size, 0)
-
-
-def cut(ctx: BuildContext, name: Part, size: int) -> OutPart:
-    """An even cut: rank r of n has rows `r * size / n ...`."""
-    local = ctx.parallel.split(size, f"{ctx.name} output features")
-    return OutPart(name, size, local, ctx.parallel.tp_rank * local)
+from rapid_infer.quant.param_spec import OUT, ParamSpec
 
 
 class Linear(LayerModule):
@@ -52,49 +30,34 @@ class Linear(LayerModule):
         self,
         ctx: BuildContext,
         in_features: int,
-        out_features: int | Sequence[OutPart],
+        out_features: int | Sequence[Shard],
         bias: bool = False,
         cut_input: bool = False,
     ) -> None:
         super().__init__()
         self.ctx_name = ctx.name
         self.parallel = ctx.parallel
-        self.in_features = in_features
-        self.cut_input = cut_input
-        self.local_in = ctx.parallel.split(in_features, f"{ctx.name} input features") if cut_input else in_features
+        ins = cut(ctx, None, in_features, "input features") if cut_input else whole(None, in_features)
         outs = [whole(None, out_features)] if isinstance(out_features, int) else out_features
-        self.out_parts = {part.name: part for part in outs}
-        self.local_out = sum(part.local for part in outs)
+        self.layout = MatrixLayout(tuple(outs), ins)
         self.quant = ctx.quant_method()
         self.specs = dict(self.quant.params(ctx.dtype))
         if bias:
-            self.specs["bias"] = ParamSpec(ctx.dtype, out_dim=0, in_dim=None)
+            self.specs["bias"] = ParamSpec(ctx.dtype, (OUT,))
         for leaf, spec in self.specs.items():
-            empty = torch.empty(spec.shape(self.local_out, self.local_in), dtype=spec.dtype)
+            empty = torch.empty(self.layout.shape(spec, f"{ctx.name}.{leaf}"), dtype=spec.dtype)
             self.register_parameter(leaf, nn.Parameter(empty, requires_grad=False))
         if not bias:
             self.register_parameter("bias", None)
         self.quant.bind(self, ctx)
 
     def parts(self, leaf: str) -> tuple[Part, ...]:
-        return tuple(self.out_parts)
+        return self.layout.parts
 
     def placement(self, leaf: str, part: Part, expert: int | None = None) -> Placement | None:
-        spec, out = self.specs[leaf], self.out_parts[part]
         if expert is not None:
             raise KeyError(f"{self.ctx_name} has no experts")
-        param = self.get_parameter(leaf)
-        source, target = [slice(None)] * param.ndim, [slice(None)] * param.ndim
-        if spec.out_dim is not None:
-            source[spec.out_dim] = _groups(out.start, out.local, spec.out_group)
-            target[spec.out_dim] = _groups(self._offset(part), out.local, spec.out_group)
-        if spec.in_dim is not None and self.cut_input:
-            source[spec.in_dim] = _groups(self.parallel.tp_rank * self.local_in, self.local_in, spec.in_group)
-        return Placement(param, spec.shape(out.size, self.in_features), tuple(source), tuple(target))
-
-    def _offset(self, part: Part) -> int:
-        names = list(self.out_parts)
-        return sum(self.out_parts[name].local for name in names[: names.index(part)])
+        return self.layout.placement(self.get_parameter(leaf), self.specs[leaf], part)
 
     def finalize_weights(self) -> None:
         self.quant.finalize(self)
@@ -104,11 +67,7 @@ class Linear(LayerModule):
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
-        return f"in={self.local_in}, out={self.local_out}, parts={list(self.out_parts)}"
-
-
-def _groups(start: int, size: int, group: int) -> slice:
-    return slice(start // group, -(-(start + size) // group))
+        return f"in={self.layout.ins.local}, out={self.layout.local_out}, parts={list(self.layout.parts)}"
 
 
 class ColumnParallelLinear(Linear):
@@ -146,8 +105,8 @@ class QKVParallelLinear(Linear):
             )
         kv_heads = max(num_kv_heads // tp.tp_size, 1)
         kv_start = tp.tp_rank * num_kv_heads // tp.tp_size
-        q = OutPart("q", num_heads * head_dim, heads * head_dim, tp.tp_rank * heads * head_dim)
-        k, v = (OutPart(n, num_kv_heads * head_dim, kv_heads * head_dim, kv_start * head_dim) for n in ("k", "v"))
+        q = Shard("q", num_heads * head_dim, heads * head_dim, tp.tp_rank * heads * head_dim)
+        k, v = (Shard(n, num_kv_heads * head_dim, kv_heads * head_dim, kv_start * head_dim) for n in ("k", "v"))
         super().__init__(ctx, in_features, [q, k, v], bias)
         self.num_heads = heads
         self.num_kv_heads = kv_heads

@@ -15,11 +15,13 @@ from rapid_infer.cache.spec import LatentKV
 from rapid_infer.layers.attention import CachedModule
 from rapid_infer.layers.batch import ForwardBatch
 from rapid_infer.layers.context import BuildContext
-from rapid_infer.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear, cut, whole
+from rapid_infer.layers.layout import MatrixLayout, cut, whole
+from rapid_infer.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from rapid_infer.layers.module import LayerModule
 from rapid_infer.layers.norm import RMSNorm
 from rapid_infer.layers.parameter import Part, Placement
 from rapid_infer.layers.rope import RopeConfig, rope_table
+from rapid_infer.quant.param_spec import ParamSpec
 
 LATENT_EPS = 1e-6
 """Of the norms of both latents, whatever `rms_norm_eps` says: the published models were trained so."""
@@ -53,29 +55,28 @@ class LatentUpProjection(LayerModule):
 
     def __init__(self, ctx: BuildContext, heads: int, nope: int, v: int, rank: int) -> None:
         super().__init__()
-        self.shape, self.nope = (heads, nope + v, rank), nope
+        self.nope = nope
         self.heads = ctx.parallel.split(heads, "num_attention_heads")
-        self.start = ctx.parallel.tp_rank * self.heads
-        empty = torch.empty(self.heads * (nope + v), rank, dtype=ctx.dtype)
+        self.layout = MatrixLayout((cut(ctx, None, heads * (nope + v)),), whole(None, rank))
+        self.spec = ParamSpec(ctx.dtype)
+        empty = torch.empty(self.layout.shape(self.spec, f"{ctx.name}.weight"), dtype=ctx.dtype)
         self.weight = nn.Parameter(empty, requires_grad=False)
         self.key = self.value = torch.empty(0)
 
     def parts(self, leaf: str) -> tuple[Part, ...]:
-        return (None,)
+        return self.layout.parts
 
     def placement(self, leaf: str, part: Part, expert: int | None = None) -> Placement | None:
-        if leaf != "weight" or part is not None or expert is not None:
+        if leaf != "weight" or expert is not None:
             raise KeyError(leaf)
-        heads, rows, rank = self.shape
-        source = slice(self.start * rows, (self.start + self.heads) * rows)
-        return Placement(self.weight, (heads * rows, rank), (source,), (slice(None),))
+        return self.layout.placement(self.weight, self.spec, part)
 
     def forward(self, latent: Tensor) -> Tensor:
         """`[tokens, rank]` -> keys and values `[tokens, heads, nope + v]`."""
         return F.linear(latent, self.weight).unflatten(1, (self.heads, -1))
 
     def finalize_weights(self) -> None:
-        by_head = self.weight.data.view(self.heads, *self.shape[1:])
+        by_head = self.weight.data.unflatten(0, (self.heads, -1))
         self.key, self.value = by_head[:, : self.nope], by_head[:, self.nope :].transpose(1, 2)
 
 

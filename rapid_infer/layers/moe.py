@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from rapid_infer.errors import ConfigError
 from rapid_infer.layers.batch import ForwardBatch
 from rapid_infer.layers.context import BuildContext
+from rapid_infer.layers.layout import ExpertAxis, MatrixLayout, cut, whole
 from rapid_infer.layers.mlp import GatedMLP
 from rapid_infer.layers.module import LayerModule
 from rapid_infer.layers.parameter import Part, Placement
 from rapid_infer.ops.route_experts import SCORING
+from rapid_infer.quant.param_spec import ParamSpec
 
 
 @dataclass(frozen=True)
@@ -101,41 +103,22 @@ class ExpertMatrices(LayerModule):
         cut_input: bool,
     ) -> None:
         super().__init__()
-        self.slots, self.names, self.cut_input = tuple(slots), names, cut_input
-        self.full = (out_features, in_features)
-        tp = ctx.parallel
-        self.local = tp.split(in_features if cut_input else out_features, f"{ctx.name} features of an expert")
-        self.start = tp.tp_rank * self.local
-        out, inputs = (out_features, self.local) if cut_input else (self.local, in_features)
-        count = sum(slot >= 0 for slot in slots)
-        empty = torch.empty(count, len(names) * out, inputs, dtype=ctx.dtype)
+        what = "features of an expert"
+        outs = (whole(name, out_features) if cut_input else cut(ctx, name, out_features, what) for name in names)
+        ins = cut(ctx, None, in_features, what) if cut_input else whole(None, in_features)
+        self.layout, self.experts = MatrixLayout(tuple(outs), ins), ExpertAxis(tuple(slots))
+        self.spec = ParamSpec(ctx.dtype)
+        matrix = self.layout.shape(self.spec, f"{ctx.name}.weight")
+        empty = torch.empty(self.experts.local, *matrix, dtype=ctx.dtype)
         self.weight = nn.Parameter(empty, requires_grad=False)
 
     def parts(self, leaf: str) -> tuple[Part, ...]:
-        return self.names
+        return self.layout.parts
 
     def placement(self, leaf: str, part: Part, expert: int | None = None) -> Placement | None:
-        if leaf != "weight" or part not in self.names or (expert is not None and expert >= len(self.slots)):
+        if leaf != "weight":
             raise KeyError(leaf)
-        mine = slice(self.start, self.start + self.local)
-        offset = self.names.index(part) * self.local
-        source, target = (slice(None), mine), (slice(None), slice(None))
-        if not self.cut_input:
-            source, target = (mine, slice(None)), (slice(offset, offset + self.local), slice(None))
-        if expert is not None:
-            slot = self.slots[expert]
-            return None if slot < 0 else Placement(self.weight, self.full, source, (slot, *target))
-        shape = (len(self.slots), *self.full)
-        here = self._run_of_experts()
-        return Placement(self.weight, shape, (here, *source), (slice(None), *target))
-
-    def _run_of_experts(self) -> slice:
-        """The experts kept here, which must stand in order and side by side to be read from one tensor."""
-        here = [expert for expert, slot in enumerate(self.slots) if slot >= 0]
-        run = slice(here[0], here[-1] + 1)
-        if [self.slots[expert] for expert in range(run.start, run.stop)] != list(range(len(here))):
-            raise KeyError("weight")
-        return run
+        return self.experts.placement(self.layout.placement(self.weight, self.spec, part), expert)
 
 
 class Experts(nn.Module):

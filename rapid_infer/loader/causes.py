@@ -64,6 +64,7 @@ def likely_causes(evidence: Evidence) -> list[str]:
         *_quantized(evidence),
         *_already_cut(evidence),
         *_transposed(evidence),
+        *_overlapping(evidence),
         *layers,
         *_untied(evidence),
     ]
@@ -174,6 +175,14 @@ def _shape_problems(evidence: Evidence) -> list[Problem]:
     """Those whose type is right; packed formats have other shapes by nature."""
     packed = set(evidence.names(Kind.DTYPE))
     return [problem for problem in evidence.problems if problem.kind is Kind.SHAPE and problem.name not in packed]
+
+
+def _overlapping(evidence: Evidence) -> Iterator[str]:
+    if evidence.names(Kind.OVERLAP):
+        yield (
+            "tensors that overlap are no fault of the checkpoint: the layer, or the ParamSpec of its quantization "
+            "method, gives them one place; what each part of a merged matrix has for itself needs the dimension PART"
+        )
 
 
 def _absent_layers(evidence: Evidence) -> Iterator[str]:

@@ -1,14 +1,18 @@
-"""Bookkeeping of which pieces of which parameters a checkpoint fills."""
+"""Bookkeeping of which pieces of which parameters a checkpoint fills, and of the regions that its copies write."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import product
 
 from torch import nn
 
 from rapid_infer.layers.parameter import Part, parts_of
+from rapid_infer.loader.copies import Copy
+
+Region = tuple[tuple[int, int], ...]
+"""First and one past the last index in each dimension of a parameter."""
 
 Slot = int | None
 """Position of an expert in a parameter that holds several on this rank; None: no expert, or all of them."""
@@ -73,3 +77,38 @@ def owned_parameters(model: nn.Module) -> dict[int, Owned]:
                 name = f"{path}.{leaf}" if path else leaf
                 owned[id(param)] = Owned(name, param, tuple(parts_of(module, leaf)))
     return owned
+
+
+def overlaps(copies: Iterable[Copy]) -> Iterator[tuple[Copy, Copy]]:
+    """Copies that write what another one writes too, each once, after the one that comes first in the parameter."""
+    by_param: dict[int, list[tuple[Region, Copy]]] = {}
+    for copy in copies:
+        by_param.setdefault(id(copy.placement.param), []).append((region(copy), copy))
+    for written in by_param.values():
+        # A parameter may be written by hundreds of experts: only those that share rows are compared.
+        open_regions: list[tuple[Region, Copy]] = []
+        for here, copy in sorted(written, key=lambda entry: entry[0]):
+            open_regions = [entry for entry in open_regions if not here or entry[0][0][1] > here[0][0]]
+            rival = next((other for there, other in open_regions if _share_values(here, there)), None)
+            if rival is not None:
+                yield rival, copy
+            open_regions.append((here, copy))
+
+
+def region(copy: Copy) -> Region:
+    """What `copy` writes of its parameter."""
+    target, shape = copy.placement.target, copy.placement.param.shape
+    bounds: list[tuple[int, int]] = []
+    for dim, size in enumerate(shape):
+        index = target[dim] if dim < len(target) else slice(None)
+        if isinstance(index, slice):
+            start, stop, step = index.indices(size)
+            assert step == 1, f"{copy.info.name}: a layer's target must have step 1, got {index}"
+            bounds.append((start, max(start, stop)))
+        else:
+            bounds.append((index % size, index % size + 1))
+    return tuple(bounds)
+
+
+def _share_values(one: Region, other: Region) -> bool:
+    return all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in zip(one, other))

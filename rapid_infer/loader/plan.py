@@ -13,7 +13,7 @@ from rapid_infer.layers.parameter import Part, Placement, parts_of, placement_of
 from rapid_infer.loader.causes import Evidence, likely_causes
 from rapid_infer.loader.computed import computed
 from rapid_infer.loader.copies import Copy
-from rapid_infer.loader.coverage import Owned, owned_parameters
+from rapid_infer.loader.coverage import Owned, overlaps, owned_parameters, region
 from rapid_infer.loader.index_map import IndexMap, Section, Shape, chain, is_scalar, sliced_shape
 from rapid_infer.loader.inventory import Inventory, TensorInfo
 from rapid_infer.loader.problems import Kind, Problem, report, summary
@@ -83,6 +83,7 @@ class _Planner:
     def run(self) -> LoadPlan:
         repeats = [info for info in self.inventory.tensors.values() if not self._place(info)]
         self._place_repeats(repeats)
+        self._find_overlaps()
         self._find_gaps()
         order = {file: position for position, file in enumerate(self.inventory.files)}
         self.copies.sort(key=lambda copy: (order[copy.info.file], copy.info.offset))
@@ -222,6 +223,15 @@ class _Planner:
         owner = self._owner(target)
         return owner is not None and bool(owner.filled)
 
+    def _find_overlaps(self) -> None:
+        for rival, copy in overlaps(self.copies):
+            name = self.owned[id(copy.placement.param)].name
+            self._problem(
+                Kind.OVERLAP,
+                copy.info,
+                f"writes {_words(copy)} of {name}, and {rival.info.name} writes {_words(rival)}",
+            )
+
     def _find_gaps(self) -> None:
         for owner in self.owned.values():
             lacking = owner.lacking()
@@ -259,8 +269,16 @@ class _Planner:
         return Evidence(tuple(self.problems), self.inventory.tensors, names, self.weight_map.ties, fits)
 
 
-def _sections(parts: list[Shape], whole: Shape) -> list[Section]:
-    """Index maps that cut `whole` into pieces of shapes `parts`. ValueError when no dimension allows it."""
+def _sections(parts: list[Shape], whole: Shape) -> list[Section] | list[None]:
+    """Index maps that cut `whole` into pieces of shapes `parts`. ValueError when no dimension allows it.
+
+    One value for parts that want one each is every part's; they may also be a vector.
+    """
+    if not any(parts):
+        if is_scalar(whole):
+            return [None] * len(parts)
+        if whole == (len(parts),):
+            return [Section((1,) * len(parts), piece) for piece in range(len(parts))]
     for dim in range(len(whole)):
         sizes = tuple(part[dim] for part in parts if len(part) == len(whole))
         if parts == [(*whole[:dim], size, *whole[dim + 1 :]) for size in sizes] and sum(sizes) == whole[dim]:
@@ -284,6 +302,14 @@ def _assert_consistent(placement: Placement, where: str) -> None:
     taken = sliced_shape(placement.source, placement.shape)
     put = sliced_shape(placement.target, tuple(placement.param.shape))
     assert taken == put, f"the layer that owns {where} takes {list(taken)} of the tensor for a region of {list(put)}"
+
+
+def _words(copy: Copy) -> str:
+    """The region that a copy writes: "[4:6, 0:2]", or "all"."""
+    bounds = region(copy)
+    if bounds == tuple((0, size) for size in copy.placement.param.shape):
+        return "all"
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in bounds)}]"
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -21,6 +21,7 @@ class Kind(Enum):
     SHAPE = "shape mismatch"
     DTYPE = "dtype mismatch"
     TWICE = "filled twice"
+    OVERLAP = "overlapping (tensors that write what another one writes)"
 
 
 @dataclass(frozen=True)

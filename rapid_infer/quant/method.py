@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -11,27 +10,8 @@ from torch import Tensor, nn
 
 from rapid_infer.errors import ConfigError
 from rapid_infer.ops.registry import BoundOp
+from rapid_infer.quant.param_spec import ParamSpec
 from rapid_infer.registry import EntryPointTable
-
-
-@dataclass(frozen=True)
-class ParamSpec:
-    """One parameter of a linear layer: which dimensions run over its output and input features.
-
-    A dimension holds `features / group` elements (a 128x128 block scale has groups of 128, eight 4-bit values in an
-    int32 a group
-    of 8). None: the parameter has no such dimension and every rank takes it whole.
-    """
-
-    dtype: torch.dtype
-    out_dim: int | None = 0
-    in_dim: int | None = 1
-    out_group: int = 1
-    in_group: int = 1
-
-    def shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
-        sizes = {self.out_dim: -(-out_features // self.out_group), self.in_dim: -(-in_features // self.in_group)}
-        return tuple(sizes[dim] for dim in sorted(d for d in sizes if d is not None))
 
 
 class OpContext(Protocol):
@@ -51,7 +31,10 @@ class QuantMethod(Protocol):
         ...
 
     def bind(self, layer: nn.Module, ctx: OpContext) -> None:
-        """Choose the operators this layer will call; the parameters exist, still without values."""
+        """Choose the operators this layer will call; the parameters exist, still without values.
+
+        `layer.layout` (`MatrixLayout`) says how they lie over the layer's parts and what of them this rank has.
+        """
         ...
 
     def apply(self, layer: nn.Module, x: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from rapid_infer.ops.registry import REFERENCE, BoundOp
-from rapid_infer.quant.method import OpContext, ParamSpec, QuantMethod
+from rapid_infer.quant.method import OpContext, QuantMethod
+from rapid_infer.quant.param_spec import ParamSpec
 
 
 class PlainMethod:

@@ -172,7 +172,7 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
 def _widest_input(model: nn.Module) -> int:
     """Bytes a token takes in the widest input of a linear layer, of which a step holds at least one."""
     linears = (module for module in model.modules() if isinstance(module, Linear))
-    widths = (linear.local_in * next(linear.parameters()).element_size() for linear in linears)
+    widths = (linear.layout.ins.local * next(linear.parameters()).element_size() for linear in linears)
     return max(widths, default=0)
 
 

@@ -25,7 +25,7 @@ from rapid_infer.layers.parameter import Part, placement_of
 from rapid_infer.layers.stack import LayerStack
 from rapid_infer.ops import OpResolver
 from rapid_infer.parallel import ParallelState
-from rapid_infer.quant import ParamSpec, PlainMethod, PlainScheme
+from rapid_infer.quant import PlainScheme
 
 OPS = OpResolver("cpu")
 SIZES = (1, 2, 4, 8)
@@ -152,40 +152,6 @@ def test_gated_mlp_over_ranks_equals_the_formula(tp: int) -> None:
         fill(mlp.down_proj, {("weight", None): down})
         result = mlp(x)
     torch.testing.assert_close(result, (F.silu(x @ gate.T) * (x @ up.T)) @ down.T, atol=1e-4, rtol=1e-4)
-
-
-class BlockScaled(PlainMethod):
-    """A weight with one scale for each 128 x 128 block, as DeepSeek's FP8 checkpoints have."""
-
-    def params(self, dtype: torch.dtype) -> Mapping[str, ParamSpec]:
-        return {"weight": ParamSpec(dtype), "scale": ParamSpec(torch.float32, out_group=128, in_group=128)}
-
-
-class BlockScheme(PlainScheme):
-    def method(self, module: str) -> BlockScaled:
-        return BlockScaled()
-
-
-@pytest.mark.parametrize("tp", SIZES)
-def test_block_scales_are_cut_with_their_weight(tp: int) -> None:
-    for rank, ctx in enumerate(contexts(tp, BlockScheme())):
-        merged = MergedColumnParallelLinear(ctx, 200, [1024, 2048])
-        parts = {("scale", 0): numbered(8, 2), ("scale", 1): numbered(16, 2, 100)}
-        fill(merged, {("weight", 0): torch.zeros(1024, 200), ("weight", 1): torch.zeros(2048, 200), **parts})
-        first = list(range(rank * 8 // tp, (rank + 1) * 8 // tp))
-        assert rows_of(merged.scale) == first + [100 + r for r in range(rank * 16 // tp, (rank + 1) * 16 // tp)]
-        row = RowParallelLinear(ctx, 1024, 100)
-        fill(row, {("weight", None): torch.zeros(100, 1024), ("scale", None): numbered(8, 1).T.clone()})
-        assert row.scale.tolist() == [first]
-
-
-def test_a_last_group_that_is_not_full_has_its_scale() -> None:
-    (ctx,) = contexts(1, BlockScheme())
-    layer = MergedColumnParallelLinear(ctx, 130, [256, 100])
-    assert layer.scale.shape == (3, 2)
-    place = layer.placement("scale", 1)
-    assert place is not None
-    assert (place.shape, place.target[0]) == ((1, 2), slice(2, 3))
 
 
 @pytest.mark.parametrize(

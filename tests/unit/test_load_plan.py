@@ -1,5 +1,6 @@
 """The load plan: every tensor finds its home, or the problem and its likely cause are named; no weights are read."""
 
+import random
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,9 @@ from rapid_infer.loader import (
     tie,
     transpose,
 )
+from rapid_infer.loader.copies import Copy
+from rapid_infer.loader.coverage import overlaps
+from rapid_infer.loader.headers import TensorInfo
 from rapid_infer.loader.problems import Kind, group, ranges
 
 HIDDEN, HEAD, EXPERTS, LAYERS, VOCAB = 8, 4, 4, 3, 12
@@ -650,6 +654,34 @@ def test_any_mix_of_wholes_and_pieces_is_accounted_for(tmp_path: Path, names: li
         rest = {name: tensor for name, tensor in tensors.items() if name != gone and not name.startswith("b")}
         if rest:
             assert plan(tmp_path, rest, model, table).names(Kind.PARTLY_FILLED) == ["a.g_u.weight"]
+
+
+def test_overlaps_are_found_wherever_two_copies_meet() -> None:
+    """Against writing each value; regions of experts, rows and columns, some empty, at random."""
+    chance = random.Random(0)
+
+    def cut(size: int) -> slice:
+        start = chance.randrange(size)
+        return slice(start, start + chance.randrange(3))
+
+    for _ in range(200):
+        params = [empty(4, 5, 6), empty(4, 5, 6)]
+        copies = []
+        for number in range(chance.randrange(2, 7)):
+            target = (chance.choice([cut(4), chance.randrange(4)]), cut(5), cut(6))[: chance.randrange(4)]
+            info = TensorInfo(f"t{number}", (), torch.float32, Path("file"), 0, 0)
+            copies.append(Copy(info, Placement(chance.choice(params), (), (), target)))
+        written = [torch.zeros(2, 4, 5, 6) for _ in copies]
+        for copy, where in zip(copies, written):
+            where[int(copy.placement.param is params[1])][copy.placement.target] = 1
+        meet = {(a, b) for a in range(len(copies)) for b in range(len(copies)) if (written[a] * written[b]).any()}
+        clash = {b for a, b in meet if a != b}
+        found = [(copies.index(one), copies.index(other)) for one, other in overlaps(copies)]
+        assert set(found) <= meet
+        assert {number for pair in found for number in pair} <= clash
+        # One of those that meet may stay.
+        kept = set(range(len(copies))) - {other for _, other in found}
+        assert not any((a, b) in meet for a in kept for b in kept if a != b)
 
 
 def test_a_layout_that_cannot_be_is_a_shape_problem(tmp_path: Path) -> None:
