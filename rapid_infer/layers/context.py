@@ -46,7 +46,7 @@ class BuildContext:
         from rapid_infer.layers.stack import LayerStack
 
         ctx = self.sub(name)
-        return LayerStack({i: build(ctx.sub(str(i)), i) for i in range(n)})
+        return LayerStack({i: build(ctx.sub(str(i)), i) for i in range(n)}, n)
 
     def op(self, name: str, **facts: Any) -> BoundOp:
         """The provider of op `name` for this layer; `facts` are the op's own static facts."""

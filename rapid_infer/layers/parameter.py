@@ -41,6 +41,13 @@ class Loadable(Protocol):
         ...
 
 
+class Elsewhere(nn.Module):
+    """Stands where another pipeline stage has a module: tensors under its name are that stage's to load and to check.
+
+    It has no parameters and does not run.
+    """
+
+
 def parts_of(module: nn.Module, leaf: str) -> tuple[Part, ...]:
     """The pieces that fill `module.<leaf>`; one whole piece unless the module says otherwise."""
     return module.parts(leaf) if isinstance(module, Loadable) else (None,)

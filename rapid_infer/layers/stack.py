@@ -11,22 +11,26 @@ from typing import Any
 from torch import Tensor, nn
 
 from rapid_infer.layers.batch import ForwardBatch
+from rapid_infer.layers.parameter import Elsewhere
 
 
 class LayerStack(nn.Module):
-    """Runs layers in order. Each takes and returns (hidden, residual), both `[tokens, hidden]`; see `RMSNorm.add`."""
+    """Runs layers in order. Each takes and returns (hidden, residual), both `[tokens, hidden]`; see `RMSNorm.add`.
 
-    def __init__(self, layers: Mapping[int, nn.Module]) -> None:
+    `layers` are those of this stage, by their numbers among the model's `total`; the others are `Elsewhere`.
+    """
+
+    def __init__(self, layers: Mapping[int, nn.Module], total: int) -> None:
         super().__init__()
-        for number, layer in layers.items():
-            self.add_module(str(number), layer)
+        for number in range(total):
+            self.add_module(str(number), layers[number] if number in layers else Elsewhere())
         self._only_distinct = False
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return iter(self._modules.values())  # type: ignore[arg-type]
+        return (layer for layer in self._modules.values() if not isinstance(layer, Elsewhere))  # type: ignore[misc]
 
     def __len__(self) -> int:
-        return len(self._modules)
+        return sum(1 for _ in self)
 
     @cached_property
     def _distinct(self) -> list[nn.Module]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rapid_infer.errors import WeightError
-from rapid_infer.layers.parameter import Part, Placement, parts_of, placement_of
+from rapid_infer.layers.parameter import Elsewhere, Part, Placement, parts_of, placement_of
 from rapid_infer.loader.causes import Evidence, likely_causes
 from rapid_infer.loader.computed import computed
 from rapid_infer.loader.copies import Copy
@@ -36,6 +36,8 @@ class LoadPlan:
     """Checkpoint tensors that are not wanted, each with the reason."""
     untied: tuple[str, ...]
     """Checkpoint tensors that got a parameter of their own, because they differ from what the model tied them to."""
+    elsewhere: tuple[str, ...]
+    """Checkpoint tensors that are wholly another rank's: its experts, the layers of its pipeline stage."""
     problems: tuple[Problem, ...]
     causes: tuple[str, ...]
     """Likely causes of the problems, each with what to do."""
@@ -73,12 +75,15 @@ class _Planner:
     copies: list[Copy] = field(default_factory=list)
     ignored: dict[str, str] = field(default_factory=dict)
     untied: list[str] = field(default_factory=list)
+    remote: dict[str, None] = field(default_factory=dict)
+    """Tensors of which a piece is another rank's."""
     problems: list[Problem] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.modules = dict(self.model.named_modules(remove_duplicate=False))
         self.owned = owned_parameters(self.model)
         self.tied = tied_names(self.modules, self.weight_map.ties)
+        self.absent = frozenset(path for path, module in self.modules.items() if isinstance(module, Elsewhere))
 
     def run(self) -> LoadPlan:
         repeats = [info for info in self.inventory.tensors.values() if not self._place(info)]
@@ -93,6 +98,7 @@ class _Planner:
             copies=tuple(self.copies),
             ignored=self.ignored,
             untied=tuple(self.untied),
+            elsewhere=self._elsewhere(),
             problems=tuple(self.problems),
             causes=tuple(likely_causes(self._evidence())) if self.problems else (),
             bytes_to_read=sum(copy.nbytes() for copy in self.copies),
@@ -151,6 +157,9 @@ class _Planner:
             shape = target.index.shape(info.shape) if target.index else info.shape
             pieces = self._pieces(target, shape)
         except KeyError:
+            if self._is_absent(target.path):
+                self.remote[info.name] = None
+                return
             why = computed(info)
             if why is None:
                 self._problem(Kind.UNEXPECTED, info, self._homeless(target))
@@ -186,6 +195,7 @@ class _Planner:
         self, info: TensorInfo, target: Target, part: Part, index: IndexMap | None, placement: Placement | None
     ) -> None:
         if placement is None:
+            self.remote[info.name] = None
             self._mark(target, part, info)
             return
         owner = self.owned.get(id(placement.param))
@@ -207,6 +217,15 @@ class _Planner:
         if fits and casts:
             _assert_consistent(placement, where)
             self.copies.append(Copy(info, placement, index))
+
+    def _is_absent(self, path: str) -> bool:
+        """Whether the module there, or one that it is in, is another stage's."""
+        names = path.split(".")
+        return any(".".join(names[:depth]) in self.absent for depth in range(1, len(names) + 1))
+
+    def _elsewhere(self) -> tuple[str, ...]:
+        here = {copy.info.name for copy in self.copies} | {problem.name for problem in self.problems}
+        return tuple(name for name in self.remote if name not in here)
 
     def _mark(self, target: Target, part: Part, info: TensorInfo) -> None:
         """Notes a piece that another rank keeps, or that has been reported, so that it does not count as absent."""

@@ -242,7 +242,7 @@ def test_a_stack_gives_the_states_that_are_asked_for(wanted: list[int] | None) -
     """Each once, also where as many are asked for as there are tokens: the graph of a mixed step pads what it asks."""
     token, indices = torch.arange(3), None if wanted is None else torch.tensor(wanted)
     batch = ForwardBatch(token, token, [], logits_indices=indices)
-    hidden, _ = LayerStack({n: Narrowing() for n in range(2)})(token[:, None].float(), batch)
+    hidden, _ = LayerStack({n: Narrowing() for n in (1, 2)}, 4)(token[:, None].float(), batch)
     expected = token if indices is None else indices
     assert torch.equal(batch.sampled(hidden), expected[:, None] + 2.0)
 

@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from rapid_infer.errors import WeightError
-from rapid_infer.layers.parameter import Placement
+from rapid_infer.layers.parameter import Elsewhere, Placement
+from rapid_infer.layers.stack import LayerStack
 from rapid_infer.loader import (
     Inventory,
     LoadPlan,
@@ -201,6 +202,7 @@ def test_each_rank_reads_its_share(tmp_path: Path) -> None:
         assert one.bytes_to_read == whole + cut // 2
     for one, mine in zip(made, ({"0", "1"}, {"2", "3"})):
         assert {copy.info.name.split(".")[5] for copy in one.copies if ".experts." in copy.info.name} == mine
+        assert {name.split(".")[5] for name in one.elsewhere} == {"0", "1", "2", "3"} - mine
 
 
 def test_all_experts_in_one_tensor_and_merged_parts_are_cut_up(tmp_path: Path) -> None:
@@ -224,17 +226,47 @@ def test_all_experts_in_one_tensor_and_merged_parts_are_cut_up(tmp_path: Path) -
 
 @pytest.mark.parametrize("here", [(), ("q",), ("q", "k", "v")])
 def test_merged_parts_of_which_other_ranks_keep_some(tmp_path: Path, here: tuple) -> None:
-    class Elsewhere(Rows):
+    class Remote(Rows):
         def placement(self, leaf: str, part=None, expert: int | None = None) -> Placement | None:
             placement = super().placement(leaf, part, expert)
             return placement if part in here else None
 
     model = nn.Module()
-    model.qkv_proj = Elsewhere(QKV_ROWS, HIDDEN)
+    model.qkv_proj = Remote(QKV_ROWS, HIDDEN)
     made = plan(tmp_path, {"qkv_proj.weight": torch.zeros(32, HIDDEN)}, model)
     assert len(made.copies) == (3 if len(here) == 3 else 0)
     assert made.names(Kind.UNEXPECTED) == (["qkv_proj.weight"] if len(here) == 1 else [])
     plan(tmp_path, {f"{part}_proj.weight": torch.zeros(rows, HIDDEN) for part, rows in QKV_ROWS.items()}, model).check()
+
+
+def test_the_layers_of_another_stage_are_known_to_be_elsewhere(tmp_path: Path) -> None:
+    """The first of two stages: layers 0 and 1 of 4, the embedding, neither norm nor head."""
+    model = Model()
+    model.model.layers = LayerStack({number: model.layer(0, 1, moe=True) for number in (0, 1)}, 4)
+    model.model.norm, model.lm_head = Elsewhere(), Elsewhere()
+    tensors = checkpoint(layers=4)
+    there = [
+        name for name in tensors if name.startswith(("model.layers.2.", "model.layers.3.", "model.norm", "lm_head"))
+    ]
+    made = plan(tmp_path, tensors, model)
+    made.check()
+    assert sorted(made.elsewhere) == sorted(there)
+    assert {copy.info.name for copy in made.copies} == set(tensors) - set(there)
+    # What is nobody's is still unexpected, and what is missing here still missing.
+    unknown = {f"model.layers.{where}.weight": torch.zeros(1) for where in ("4.norm", "1.bogus", "01.norm")}
+    unknown |= {"model.norms.weight": torch.zeros(1), "model.layer.2.weight": torch.zeros(1)}
+    del tensors["model.layers.1.self_attn.q_norm.weight"]
+    made = plan(tmp_path, tensors | unknown, model)
+    assert sorted(made.names(Kind.UNEXPECTED)) == sorted(unknown)
+    assert made.names(Kind.MISSING) == ["model.layers.1.self_attn.q_norm.weight"]
+    # Half of this one is wanted here.
+    both = nn.Module()
+    both.a, both.b = plain(2, HIDDEN), Elsewhere()
+    made = plan(
+        tmp_path, {"ab.weight": torch.zeros(4, HIDDEN)}, both, WeightMap([split("ab", [("a", None), ("b", None)])])
+    )
+    made.check()
+    assert (len(made.copies), made.elsewhere) == (1, ())
 
 
 def test_ignored_tensors_are_listed_with_the_reason(tmp_path: Path) -> None:
