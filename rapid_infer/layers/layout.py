@@ -83,6 +83,11 @@ class MatrixLayout:
         """Shape of this rank's parameter `what`. ConfigError when a cut runs through packed values."""
         return tuple(self._size(dim, what) for dim in spec.dims)
 
+    def parameter(self, spec: ParamSpec, what: str, *leading: int) -> nn.Parameter:
+        """This rank's parameter `what`, uninitialised, `[*leading, *shape]`. ConfigError as `shape`."""
+        empty = torch.empty((*leading, *self.shape(spec, what)), dtype=spec.dtype)
+        return nn.Parameter(empty, requires_grad=False)
+
     def _size(self, dim: Dim, what: str) -> int:
         if dim.over == "part":
             return len(self.outs)

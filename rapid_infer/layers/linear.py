@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from rapid_infer.errors import ConfigError
@@ -45,8 +44,7 @@ class Linear(LayerModule):
         if bias:
             self.specs["bias"] = ParamSpec(ctx.dtype, (OUT,))
         for leaf, spec in self.specs.items():
-            empty = torch.empty(self.layout.shape(spec, f"{ctx.name}.{leaf}"), dtype=spec.dtype)
-            self.register_parameter(leaf, nn.Parameter(empty, requires_grad=False))
+            self.register_parameter(leaf, self.layout.parameter(spec, f"{ctx.name}.{leaf}"))
         if not bias:
             self.register_parameter("bias", None)
         self.quant.bind(self, ctx)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from rapid_infer.cache.spec import LatentKV
 from rapid_infer.layers.attention import CachedModule
@@ -59,8 +59,7 @@ class LatentUpProjection(LayerModule):
         self.heads = ctx.parallel.split(heads, "num_attention_heads")
         self.layout = MatrixLayout((cut(ctx, None, heads * (nope + v)),), whole(None, rank))
         self.spec = ParamSpec(ctx.dtype)
-        empty = torch.empty(self.layout.shape(self.spec, f"{ctx.name}.weight"), dtype=ctx.dtype)
-        self.weight = nn.Parameter(empty, requires_grad=False)
+        self.weight = self.layout.parameter(self.spec, f"{ctx.name}.weight")
         self.key = self.value = torch.empty(0)
 
     def parts(self, leaf: str) -> tuple[Part, ...]:

@@ -108,9 +108,7 @@ class ExpertMatrices(LayerModule):
         ins = cut(ctx, None, in_features, what) if cut_input else whole(None, in_features)
         self.layout, self.experts = MatrixLayout(tuple(outs), ins), ExpertAxis(tuple(slots))
         self.spec = ParamSpec(ctx.dtype)
-        matrix = self.layout.shape(self.spec, f"{ctx.name}.weight")
-        empty = torch.empty(self.experts.local, *matrix, dtype=ctx.dtype)
-        self.weight = nn.Parameter(empty, requires_grad=False)
+        self.weight = self.layout.parameter(self.spec, f"{ctx.name}.weight", self.experts.local)
 
     def parts(self, leaf: str) -> tuple[Part, ...]:
         return self.layout.parts

@@ -176,8 +176,9 @@ def test_experts_have_the_layout_of_linears_with_one_more_dimension() -> None:
     layout = MatrixLayout((cut(ctx, 0, 768), cut(ctx, 1, 768)), whole(None, 200))
     axis = ExpertAxis((-1, 0, 1))
     spec, scalar = ParamSpec(FLOAT, (ROWS, COLUMNS)), ParamSpec(FLOAT, (PART,))
-    scales = nn.Parameter(torch.zeros(axis.local, *layout.shape(spec, "scale")), requires_grad=False)
+    scales = layout.parameter(spec, "scale", axis.local)
     assert scales.shape == (2, 4, 2)
+    scales.data.zero_()
     stored = torch.rand(3, 6, 2)
     for expert, part in ((0, 1), (2, 1), (None, 0)):
         place = axis.placement(layout.placement(scales, spec, part), expert)
@@ -187,7 +188,7 @@ def test_experts_have_the_layout_of_linears_with_one_more_dimension() -> None:
             scales.data[place.target] = tensor[place.source]
     assert torch.equal(scales[:, :2], stored[1:, 1:3])
     assert torch.equal(scales[:, 2:], torch.stack([torch.zeros(2, 2), stored[2, 1:3]]))
-    each = nn.Parameter(torch.zeros(axis.local, *layout.shape(scalar, "scale")), requires_grad=False)
+    each = layout.parameter(scalar, "scale", axis.local)
     place = axis.placement(layout.placement(each, scalar, 1), 2)
     assert place is not None
     assert (place.shape, each[place.target].shape, place.target) == ((), (), (1, 1))
