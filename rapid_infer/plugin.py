@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rapid_infer.layers.attention import Attention, CachedModule
     from rapid_infer.layers.batch import ForwardBatch
     from rapid_infer.layers.context import BuildContext
+    from rapid_infer.layers.decoder import DecoderConfig, DecoderLayer, DecoderModel
     from rapid_infer.layers.embedding import LMHead, VocabEmbedding
     from rapid_infer.layers.linear import (
         ColumnParallelLinear,
@@ -48,6 +49,7 @@ _MODULES = {
     "rapid_infer.layers.attention": ("Attention", "CachedModule"),
     "rapid_infer.layers.batch": ("ForwardBatch",),
     "rapid_infer.layers.context": ("BuildContext",),
+    "rapid_infer.layers.decoder": ("DecoderConfig", "DecoderLayer", "DecoderModel"),
     "rapid_infer.layers.embedding": ("LMHead", "VocabEmbedding"),
     "rapid_infer.layers.linear": (
         "ColumnParallelLinear",
@@ -86,6 +88,9 @@ __all__ = [
     "ColumnParallelLinear",
     "ConfigError",
     "ConfigReader",
+    "DecoderConfig",
+    "DecoderLayer",
+    "DecoderModel",
     "ForwardBatch",
     "FullKV",
     "GatedMLP",

@@ -82,7 +82,9 @@ class Attention(CachedModule):
         self.k_cache, self.v_cache = cache.unbind(0)
 
     def forward(self, qkv: Tensor, batch: ForwardBatch) -> Tensor:
-        """qkv `[tokens, (heads + 2 kv_heads) * head_dim]` -> `[tokens, heads * head_dim]`."""
+        """qkv `[tokens, (heads + 2 kv_heads) * head_dim]` -> `[tokens, heads * head_dim]`, in the last layer of the
+        tokens that are asked for.
+        """
         metadata = batch.attention[self.cache_group]
         q_norm, k_norm = self._norms
         q = self._prepare(
@@ -100,4 +102,4 @@ class Attention(CachedModule):
         out = self._attend(
             q, self.k_cache, self.v_cache, metadata, self.scale, self.window, self.soft_cap, self.sinks, False
         )
-        return out.flatten(1)
+        return batch.select_tokens(out.flatten(1))

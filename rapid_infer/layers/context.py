@@ -40,13 +40,14 @@ class BuildContext:
         return replace(self, name=f"{self.name}.{name}" if self.name else name)
 
     def layers(self, n: int, build: Callable[[BuildContext, int], nn.Module], name: str = "layers") -> LayerStack:
-        """Build this pipeline stage's layers, `build(ctx, i)` for each global number i, to be stored as attribute
+        """Build this pipeline stage's layers of n, `build(ctx, i)` for each global number i, to be stored as attribute
         `name`.
         """
         from rapid_infer.layers.stack import LayerStack
 
         ctx = self.sub(name)
-        return LayerStack({i: build(ctx.sub(str(i)), i) for i in range(n)}, n)
+        layers = {i: build(ctx.sub(str(i)), i) for i in self.parallel.stage_layers(n)}
+        return LayerStack(layers, n)
 
     def op(self, name: str, **facts: Any) -> BoundOp:
         """The provider of op `name` for this layer; `facts` are the op's own static facts."""

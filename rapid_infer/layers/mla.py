@@ -80,7 +80,7 @@ class LatentUpProjection(LayerModule):
 
 
 class LatentAttention(CachedModule):
-    """From hidden states `[tokens, hidden]` to the same, with all of the layer's projections; narrows its result.
+    """From hidden states `[tokens, hidden]` to the same, with all of the layer's projections.
 
     Tokens that are alone in their row, and what rows with several held before the step, are absorbed: one product with
     the key matrices before, one with the value matrices after. What a step's tokens see of each other is materialised.
@@ -157,7 +157,7 @@ class LatentAttention(CachedModule):
             entries = self.cache.view(-1, rank + rope).index_select(0, metadata.slots)
             kv = self.kv_b_proj(entries[:, :rank])
             self._prefill(q_nope, query[..., rank:], kv, entries[:, rank:], metadata, self.scale, heads, lse)
-        return self.o_proj(batch.narrow(heads.flatten(1)))
+        return self.o_proj(batch.select_tokens(heads.flatten(1)))
 
 
 def _per_head(x: Tensor, matrices: Tensor, out: Tensor) -> None:

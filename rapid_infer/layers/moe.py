@@ -160,9 +160,7 @@ class MoE(LayerModule):
         )
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        live = batch.live
-        if live is not None and len(live) != len(x):
-            live = batch.narrow(live)
+        live = None if batch.live is None else batch.match_tokens(batch.live, x)
         weights, slots = self.gate(x, live)
         shared = None if self.shared_experts is None else self.shared_experts(x)
         gate_up, down = self.experts.gate_up_proj.weight, self.experts.down_proj.weight

@@ -33,6 +33,6 @@ class RMSNorm(nn.Module):
             # One row against several would be spread over them.
             raise PluginError(
                 f"a norm got {list(x.shape)} to add to a residual stream of {list(residual.shape)}; both must hold the "
-                "same tokens: in a layer, call batch.narrow on what attention gives and on the residual, or on neither"
+                "same tokens: in a layer with a forward of its own, batch.match_tokens(residual, x) takes those of x"
             )
         return self._add_norm(x, residual, self.weight, self.eps)

@@ -15,42 +15,59 @@ from rapid_infer.layers.parameter import Elsewhere
 
 
 class LayerStack(nn.Module):
-    """Runs layers in order. Each takes and returns (hidden, residual), both `[tokens, hidden]`; see `RMSNorm.add`.
+    """Runs layers in order. Each takes (hidden, residual, batch) and returns (hidden, residual), both
+    `[tokens, hidden]`; see `RMSNorm.add`.
 
-    `layers` are those of this stage, by their numbers among the model's `total`; the others are `Elsewhere`.
+    `layers` are those of this stage, by their numbers among the model's `total`; the others are `Elsewhere`. The
+    model's last layer alone, if its `drops_tokens` says that it can, may go on with those tokens that are asked for.
     """
 
     def __init__(self, layers: Mapping[int, nn.Module], total: int) -> None:
         super().__init__()
         for number in range(total):
             self.add_module(str(number), layers[number] if number in layers else Elsewhere())
+        self._here = [str(number) for number in sorted(layers)]
         self._only_distinct = False
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return (layer for layer in self._modules.values() if not isinstance(layer, Elsewhere))  # type: ignore[misc]
+        return map(self.get_submodule, self._here)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self._here)
 
     @cached_property
-    def _distinct(self) -> list[nn.Module]:
-        """One layer of each kind, and the last."""
-        *layers, last = self
-        return [*{_kind(layer): layer for layer in layers}.values(), last]
+    def _distinct(self) -> set[str]:
+        """Names of one layer of each kind, and of the last."""
+        *layers, last = self._here
+        return {*{_kind(self.get_submodule(name)): name for name in layers}.values(), last}
 
-    def forward(self, hidden: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        """hidden `[tokens, hidden]` -> (hidden, residual) after the last layer; their sum is the residual stream.
+    def forward(
+        self, hidden: Tensor, batch: ForwardBatch, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden and residual `[tokens, hidden]` -> the same after the last layer; their sum is the residual stream.
 
         Of all tokens or, where the last layer leaves the others out, of those of `batch.logits_indices` alone.
         """
-        residual: Tensor | None = None
-        *layers, last = self._distinct if self._only_distinct else self
-        for layer in layers:
+        aux = {str(number) for number in batch.aux_layers}
+        last = next(reversed(self._modules))
+        for name in self._here:
+            if self._only_distinct and name not in self._distinct and name not in aux:
+                continue
+            layer: Any = self._modules[name]
+            if name == last and name not in aux:
+                batch = self._narrowed(batch, layer)
             hidden, residual = layer(hidden, residual, batch)
+            if name in aux:
+                batch.aux_hidden_states[int(name)] = hidden if residual is None else hidden + residual
+        return hidden, residual
+
+    @staticmethod
+    def _narrowed(batch: ForwardBatch, last: nn.Module) -> ForwardBatch:
+        """For the last layer: the batch with which it leaves out the tokens that nobody asks for, if it may."""
         wanted = batch.logits_indices
-        if wanted is not None and len(wanted) < batch.num_tokens:
-            batch = replace(batch, kept=wanted)
-        return last(hidden, residual, batch)
+        if wanted is None or len(wanted) >= batch.num_tokens or not getattr(last, "drops_tokens", False):
+            return batch
+        return replace(batch, kept=wanted)
 
 
 @contextmanager

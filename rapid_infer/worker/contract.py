@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rapid_infer.engine.step_plan import SamplingFeatures, StepPlan
 from rapid_infer.errors import ConfigError, PluginError, RapidInferError
 from rapid_infer.layers.batch import ForwardBatch
+from rapid_infer.layers.decoder import DecoderModel
 from rapid_infer.layers.embedding import LMHead
 from rapid_infer.loader.weight_map import WeightMap
 from rapid_infer.models.checkpoint import Checkpoint
@@ -49,6 +50,11 @@ def _class_faults(cls: type) -> Iterator[str]:
     for name, inherited, expected in (("__init__", nn.Module.__init__, INIT), ("forward", nn.Module.forward, FORWARD)):
         own = getattr(cls, name)
         yield from _call_fault(name, None if own is inherited else own, 3 if name == "__init__" else 2, expected)
+    if issubclass(cls, DecoderModel) and cls.layer is DecoderModel.layer:
+        for name in ("attention", "feed_forward"):
+            own = getattr(cls, name)
+            expected = f"{name}(self, config, ctx, number) that builds a part of a layer"
+            yield from _call_fault(name, None if own is getattr(DecoderModel, name) else own, 4, expected)
 
 
 def _call_fault(name: str, function: Any, arguments: int, expected: str) -> Iterator[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from torch import Tensor
 
 from rapid_infer import SamplingParams
+from rapid_infer.layers.batch import ForwardBatch
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -62,14 +64,31 @@ def test_tokens_that_the_last_layer_goes_on_with(name, tiny, open_llm, monkeypat
     assert seen == {"before": [15, 3], "last": [15, 3]}
 
 
-def test_a_layer_that_narrows_one_of_two_is_told(tiny, open_llm, monkeypatch):
-    """With a single prompt the one row left would fit any number of others."""
+def test_attention_may_leave_no_token_out(tiny, open_llm, monkeypatch):
+    """Its layer then goes on with all."""
     llm = open_llm(tiny("llama"), block_size=4)
     *_, last = llm.engine.executor.runner.model.layers
-    monkeypatch.setattr(last.self_attn, "forward", lambda x, batch: x)
+    params = SamplingParams(temperature=0, max_tokens=3)
+    expected = llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids
+    llm.reset_prefix_cache()
+    forward, sizes = last.self_attn.forward, []
+
+    def keep_all(x: Tensor, batch: Any) -> Tensor:
+        sizes.append(len(x))
+        return forward(x, replace(batch, kept=None))
+
+    monkeypatch.setattr(last.self_attn, "forward", keep_all)
+    assert llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids == expected
+    assert sizes == [3, 1, 1]
+
+
+def test_a_layer_that_drops_tokens_from_one_of_two_is_told(tiny, open_llm, monkeypatch):
+    """With a single prompt the one token left would fit any number of others."""
+    llm = open_llm(tiny("llama"), block_size=4)
+    monkeypatch.setattr(ForwardBatch, "match_tokens", lambda batch, values, hidden: values)
     [output] = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=2))
     assert output.outputs[0].finish_reason == "error"
-    assert "call batch.narrow on what attention gives and on the residual" in (output.outputs[0].error or "")
+    assert "batch.match_tokens(residual, x) takes those of x" in (output.outputs[0].error or "")
 
 
 def test_a_chunk_that_gives_no_token(tiny, open_llm):

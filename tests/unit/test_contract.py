@@ -16,7 +16,7 @@ from torch import nn
 
 from rapid_infer import LLM, SamplingParams
 from rapid_infer.errors import ConfigError, PluginError
-from rapid_infer.plugin import WeightMap
+from rapid_infer.plugin import DecoderModel, WeightMap
 from rapid_infer.registry import Entry, ModelRegistry
 from rapid_infer.testing import TINY, make_checkpoint
 from rapid_infer.worker.contract import check_class, check_model
@@ -68,6 +68,14 @@ def test_a_class_that_keeps_the_contract_passes(cls: type) -> None:
             broken(__init__=lambda self, config: None),
             ["it has __init__(self, config), expected __init__(self, config, ctx)"],
         ),
+        (
+            type("Shell", (DecoderModel,), {"read_config": Kept.read_config, "weight_map": Kept.weight_map}),
+            [
+                "it has no attention, expected attention(self, config, ctx, number) that builds a part of a layer",
+                "it has no feed_forward, expected feed_forward(",
+            ],
+        ),
+        (broken(attention=lambda self, config: None), ["it has attention(self, config), expected attention(self"]),
         (broken(forward=lambda self: None), ["it has forward(self), expected forward(self, batch)"]),
         (broken(forward=lambda self, batch, mask: None), ["it has forward(self, batch, mask), expected"]),
     ],

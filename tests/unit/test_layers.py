@@ -233,8 +233,10 @@ def test_logits_are_fp32_whatever_the_model_is() -> None:
 class Narrowing(nn.Module):
     """A layer that does as much as the stack asks of each: it may leave tokens out."""
 
+    drops_tokens = True
+
     def forward(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        return batch.narrow(hidden + 1), None
+        return batch.select_tokens(hidden + 1), None
 
 
 @pytest.mark.parametrize("wanted", [None, [2], [2, 0], [2, 0, 0], [1, 1, 1, 2]])
@@ -242,7 +244,7 @@ def test_a_stack_gives_the_states_that_are_asked_for(wanted: list[int] | None) -
     """Each once, also where as many are asked for as there are tokens: the graph of a mixed step pads what it asks."""
     token, indices = torch.arange(3), None if wanted is None else torch.tensor(wanted)
     batch = ForwardBatch(token, token, [], logits_indices=indices)
-    hidden, _ = LayerStack({n: Narrowing() for n in (1, 2)}, 4)(token[:, None].float(), batch)
+    hidden, _ = LayerStack({n: Narrowing() for n in (2, 3)}, 4)(token[:, None].float(), batch)
     expected = token if indices is None else indices
     assert torch.equal(batch.sampled(hidden), expected[:, None] + 2.0)
 

@@ -5,26 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rapid_infer.plugin import ConfigError, ConfigReader, LatentAttentionConfig, RopeConfig, RouterConfig
+from rapid_infer.plugin import ConfigError, ConfigReader, DecoderConfig, LatentAttentionConfig, RopeConfig, RouterConfig
 
 GREEDY, GROUPS, BIASED = "greedy", "group_limited_greedy", "noaux_tc"
 
 
 @dataclass(frozen=True)
-class DeepseekConfig:
+class DeepseekConfig(DecoderConfig):
     """`sparse`: per layer, whether its feed-forward part is a mixture of experts. `draft_layers` follow the others in
     the checkpoint.
     """
 
-    vocab_size: int
-    hidden_size: int
     intermediate_size: int
     moe_intermediate_size: int
     shared_intermediate_size: int | None
-    num_hidden_layers: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    tie_word_embeddings: bool
     sparse: tuple[bool, ...]
     draft_layers: int
     attention: LatentAttentionConfig

@@ -11,14 +11,13 @@ from rapid_infer.plugin import (
     Attention,
     BuildContext,
     ConfigReader,
+    DecoderConfig,
+    DecoderModel,
     ForwardBatch,
     GatedMLP,
-    LMHead,
     QKVParallelLinear,
-    RMSNorm,
     RopeConfig,
     RowParallelLinear,
-    VocabEmbedding,
     WeightMap,
     rename,
     stack,
@@ -27,19 +26,13 @@ from rapid_infer.plugin import (
 
 
 @dataclass(frozen=True)
-class LlamaConfig:
-    vocab_size: int
-    hidden_size: int
+class LlamaConfig(DecoderConfig):
     intermediate_size: int
-    num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    max_position_embeddings: int
-    rms_norm_eps: float
     attention_bias: bool
     mlp_bias: bool
-    tie_word_embeddings: bool
     rope: RopeConfig
 
 
@@ -56,26 +49,10 @@ class LlamaAttention(nn.Module):
         )
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        return self.o_proj(batch.narrow(self.attn(self.qkv_proj(x), batch)))
+        return self.o_proj(self.attn(self.qkv_proj(x), batch))
 
 
-class LlamaLayer(nn.Module):
-    def __init__(self, config: LlamaConfig, ctx: BuildContext) -> None:
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(ctx.sub("input_layernorm"), size, eps)
-        self.self_attn = LlamaAttention(config, ctx.sub("self_attn"))
-        self.post_attention_layernorm = RMSNorm(ctx.sub("post_attention_layernorm"), size, eps)
-        self.mlp = GatedMLP(ctx.sub("mlp"), size, config.intermediate_size, config.mlp_bias)
-
-    def forward(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, batch)
-        x, residual = self.post_attention_layernorm.add(x, batch.narrow(residual))
-        return self.mlp(x), residual
-
-
-class LlamaForCausalLM(nn.Module):
+class LlamaForCausalLM(DecoderModel):
     weight_map = WeightMap(
         [
             rename("model", "", at_start=True),
@@ -110,16 +87,8 @@ class LlamaForCausalLM(nn.Module):
             rope=rope,
         )
 
-    def __init__(self, config: LlamaConfig, ctx: BuildContext) -> None:
-        super().__init__()
-        vocab, size = config.vocab_size, config.hidden_size
-        self.embed_tokens = VocabEmbedding(ctx.sub("embed_tokens"), vocab, size)
-        self.layers = ctx.layers(config.num_hidden_layers, lambda ctx, i: LlamaLayer(config, ctx))
-        self.norm = RMSNorm(ctx.sub("norm"), size, config.rms_norm_eps)
-        tied_to = self.embed_tokens if config.tie_word_embeddings else None
-        self.head = LMHead(ctx.sub("head"), vocab, size, tied_to=tied_to)
+    def attention(self, config: LlamaConfig, ctx: BuildContext, number: int) -> nn.Module:
+        return LlamaAttention(config, ctx)
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        x = self.embed_tokens(batch.input_ids) if batch.inputs_embeds is None else batch.inputs_embeds
-        x, residual = self.layers(x, batch)
-        return self.norm.add(x, residual)[0]
+    def feed_forward(self, config: LlamaConfig, ctx: BuildContext, number: int) -> nn.Module:
+        return GatedMLP(ctx, config.hidden_size, config.intermediate_size, config.mlp_bias)

@@ -11,14 +11,14 @@ from rapid_infer.plugin import (
     Attention,
     BuildContext,
     ConfigReader,
+    DecoderConfig,
+    DecoderModel,
     ForwardBatch,
     GatedMLP,
-    LMHead,
     QKVParallelLinear,
     RMSNorm,
     RopeConfig,
     RowParallelLinear,
-    VocabEmbedding,
     WeightMap,
     rename,
     stack,
@@ -27,20 +27,14 @@ from rapid_infer.plugin import (
 
 
 @dataclass(frozen=True)
-class QwenConfig:
-    vocab_size: int
-    hidden_size: int
+class QwenConfig(DecoderConfig):
     intermediate_size: int
-    num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    max_position_embeddings: int
-    rms_norm_eps: float
     qkv_bias: bool
     o_bias: bool
     qk_norm: bool
-    tie_word_embeddings: bool
     windows: tuple[int | None, ...]
     rope: RopeConfig
 
@@ -88,12 +82,8 @@ def read_fields(hf_config: Any, *, qwen3: bool) -> QwenConfig:
 class QwenAttention(nn.Module):
     def __init__(self, config: QwenConfig, ctx: BuildContext, window: int | None) -> None:
         super().__init__()
-        size, heads, kv_heads, dim = (
-            config.hidden_size,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
+        size, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        dim = config.head_dim
         self.qkv_proj = QKVParallelLinear(ctx.sub("qkv_proj"), size, heads, kv_heads, dim, config.qkv_bias)
         self.o_proj = RowParallelLinear(ctx.sub("o_proj"), heads * dim, size, config.o_bias)
         self.q_norm = RMSNorm(ctx.sub("q_norm"), dim, config.rms_norm_eps) if config.qk_norm else None
@@ -110,30 +100,10 @@ class QwenAttention(nn.Module):
         )
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        return self.o_proj(batch.narrow(self.attn(self.qkv_proj(x), batch)))
+        return self.o_proj(self.attn(self.qkv_proj(x), batch))
 
 
-class QwenLayer(nn.Module):
-    def __init__(self, config: QwenConfig, ctx: BuildContext, number: int) -> None:
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(ctx.sub("input_layernorm"), size, eps)
-        self.self_attn = QwenAttention(config, ctx.sub("self_attn"), config.windows[number])
-        self.post_attention_layernorm = RMSNorm(ctx.sub("post_attention_layernorm"), size, eps)
-        self.mlp = self.feed_forward(config, ctx.sub("mlp"), number)
-
-    def feed_forward(self, config: QwenConfig, ctx: BuildContext, number: int) -> nn.Module:
-        return GatedMLP(ctx, config.hidden_size, config.intermediate_size)
-
-    def forward(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, batch)
-        x, residual = self.post_attention_layernorm.add(x, batch.narrow(residual))
-        return self.mlp(x, batch), residual
-
-
-class Qwen3ForCausalLM(nn.Module):
-    layer: type[QwenLayer] = QwenLayer
+class Qwen3ForCausalLM(DecoderModel):
     weight_map = WeightMap(
         [
             rename("model", "", at_start=True),
@@ -148,19 +118,11 @@ class Qwen3ForCausalLM(nn.Module):
     def read_config(hf_config: Any) -> QwenConfig:
         return read_fields(hf_config, qwen3=True)
 
-    def __init__(self, config: QwenConfig, ctx: BuildContext) -> None:
-        super().__init__()
-        vocab, size = config.vocab_size, config.hidden_size
-        self.embed_tokens = VocabEmbedding(ctx.sub("embed_tokens"), vocab, size)
-        self.layers = ctx.layers(config.num_hidden_layers, lambda ctx, i: self.layer(config, ctx, i))
-        self.norm = RMSNorm(ctx.sub("norm"), size, config.rms_norm_eps)
-        tied_to = self.embed_tokens if config.tie_word_embeddings else None
-        self.head = LMHead(ctx.sub("head"), vocab, size, tied_to=tied_to)
+    def attention(self, config: QwenConfig, ctx: BuildContext, number: int) -> nn.Module:
+        return QwenAttention(config, ctx, config.windows[number])
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        x = self.embed_tokens(batch.input_ids) if batch.inputs_embeds is None else batch.inputs_embeds
-        x, residual = self.layers(x, batch)
-        return self.norm.add(x, residual)[0]
+    def feed_forward(self, config: QwenConfig, ctx: BuildContext, number: int) -> nn.Module:
+        return GatedMLP(ctx, config.hidden_size, config.intermediate_size)
 
 
 class Qwen2ForCausalLM(Qwen3ForCausalLM):

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from rapid_infer.plugin import BuildContext, ConfigReader, MoE, RouterConfig, WeightMap, experts
-from rapid_infer_qwen3.model import Qwen3ForCausalLM, QwenConfig, QwenLayer, read_fields
+from rapid_infer_qwen3.model import Qwen3ForCausalLM, QwenConfig, read_fields
 
 
 @dataclass(frozen=True)
@@ -20,16 +20,7 @@ class Qwen3MoeConfig(QwenConfig):
     router: RouterConfig
 
 
-class Qwen3MoeLayer(QwenLayer):
-    def feed_forward(self, config: QwenConfig, ctx: BuildContext, number: int) -> nn.Module:
-        assert isinstance(config, Qwen3MoeConfig)
-        if not config.sparse[number]:
-            return super().feed_forward(config, ctx, number)
-        return MoE(ctx, config.hidden_size, config.moe_intermediate_size, config.router)
-
-
 class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
-    layer = Qwen3MoeLayer
     weight_map = (
         WeightMap([experts(("gate_proj", "up_proj"), "gate_up_proj"), experts("down_proj", "down_proj")])
         + Qwen3ForCausalLM.weight_map
@@ -51,3 +42,9 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
                 renormalize=read.flag("norm_topk_prob", False),
             ),
         )
+
+    def feed_forward(self, config: QwenConfig, ctx: BuildContext, number: int) -> nn.Module:
+        assert isinstance(config, Qwen3MoeConfig)
+        if not config.sparse[number]:
+            return super().feed_forward(config, ctx, number)
+        return MoE(ctx, config.hidden_size, config.moe_intermediate_size, config.router)
