@@ -75,6 +75,7 @@ def block_table(load: Load, lengths: list[int], block_size: int) -> tuple[Tensor
 
 def measure(load: Load, heads: int, kv_heads: int, ns: argparse.Namespace) -> None:
     from rapid_infer.ops.attention_metadata import AttentionMetadata
+    from rapid_infer.ops.attention_params import AttentionParams
     from rapid_infer.ops.providers.triton import attention_shared
     from rapid_infer.ops.providers.triton.attention import paged_attention
 
@@ -94,10 +95,12 @@ def measure(load: Load, heads: int, kv_heads: int, ns: argparse.Namespace) -> No
     start = torch.arange(rows + 1, dtype=torch.int32, device=device)
     metadata = AttentionMetadata(table.to(device), row, start, seq_lens, row, 1, max(lengths), rows)
 
+    params = AttentionParams(dim**-0.5)
+
     def step(first: int, end: int) -> Tensor:
         metadata.plans.clear()
         for k, v in caches[first:end]:
-            out = paged_attention(q, k, v, metadata, dim**-0.5, None, None, None, False)
+            out = paged_attention(q, k, v, metadata, params)
         assert isinstance(out, Tensor)
         return out
 

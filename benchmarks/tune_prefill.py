@@ -39,7 +39,7 @@ examples
 
 def call(case: dict[str, Any], out: Tensor, config: PrefillConfig) -> None:
     q, k, v = (case[name] for name in ("q", "k_cache", "v_cache"))
-    scales, constants = score_scales(case["scale"], None), tile_constants(q, k)
+    scales, constants = score_scales(case["params"].scale, None), tile_constants(q, k)
     attention_prefill.prefill(q, k, v, out, None, case["metadata"], None, None, scales, constants, config)
 
 

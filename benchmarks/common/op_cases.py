@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from common.op_shapes import OpCase, Shape, builds, fit, values
+from rapid_infer.ops.attention_params import AttentionParams
 from rapid_infer.ops.paged_attention import make_metadata
 from rapid_infer.ops.rope_kv_write import slots_only
 
@@ -138,6 +139,8 @@ def _attention(s: Shape) -> Iterator[OpCase]:
 
 
 def _attend(label: str, s: Shape, seq_lens: list[int], query_lens: list[int]) -> OpCase:
+    params = AttentionParams(s.head_dim**-0.5)
+
     def make() -> dict[str, Any]:
         metadata, blocks = make_metadata(seq_lens, query_lens, BLOCK_SIZE, s.device)
         return {
@@ -145,18 +148,13 @@ def _attend(label: str, s: Shape, seq_lens: list[int], query_lens: list[int]) ->
             "k_cache": s.rand(blocks, BLOCK_SIZE, s.kv_heads, s.head_dim),
             "v_cache": s.rand(blocks, BLOCK_SIZE, s.kv_heads, s.head_dim),
             "metadata": metadata,
-            "scale": s.head_dim**-0.5,
-            "window": None,
-            "soft_cap": None,
-            "sinks": None,
-            "return_lse": False,
+            "params": params,
         }
 
     # Query j of m sees n - m + j + 1 keys.
     seen = sum(m * (n - m) + m * (m + 1) // 2 for n, m in zip(seq_lens, query_lens))
     kv, q = 2 * sum(seq_lens) * s.kv_heads * s.head_dim, sum(query_lens) * s.heads * s.head_dim
-    extra = {"head_dim": s.head_dim, "block_size": BLOCK_SIZE}
-    extra |= dict.fromkeys(("window", "soft_cap", "sinks", "return_lse"), False)
+    extra = {"head_dim": s.head_dim, "block_size": BLOCK_SIZE, **params.facts()}
     nbytes = values(kv, 2 * q, size=s.dtype.itemsize)
     return OpCase(
         "paged_attention", label, make, nbytes, 4 * seen * s.heads * s.head_dim, ("k_cache", "v_cache"), extra

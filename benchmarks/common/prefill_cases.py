@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.attention_params import AttentionParams
 from rapid_infer.ops.paged_attention import make_metadata
 from rapid_infer.ops.providers.triton.attention_prefill_config import PrefillConfig
 
@@ -102,8 +103,7 @@ def make(task: Task) -> dict[str, Any]:
     for cache in (k, v):
         cache.view(-1, task.kv_heads, HEAD_DIM)[~used] = float("nan")
     q = torch.randn(sum(task.query_lens), task.heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-    options = {"window": None, "soft_cap": None, "sinks": None, "return_lse": False}
-    return {"q": q, "k_cache": k, "v_cache": v, "metadata": metadata, "scale": HEAD_DIM**-0.5, **options}
+    return {"q": q, "k_cache": k, "v_cache": v, "metadata": metadata, "params": AttentionParams(HEAD_DIM**-0.5)}
 
 
 def sampled(task: Task, case: dict[str, Any], count: int = 48) -> tuple[Tensor, Tensor]:
@@ -121,7 +121,7 @@ def sampled(task: Task, case: dict[str, Any], count: int = 48) -> tuple[Tensor, 
         slots = metadata.block_table[row].long()[key // BLOCK_SIZE] * BLOCK_SIZE + key % BLOCK_SIZE
         k, v = (case[name].view(-1, task.kv_heads, HEAD_DIM)[slots].float() for name in ("k_cache", "v_cache"))
         q = case["q"][start[row] + nth].float().view(task.kv_heads, -1, HEAD_DIM)
-        weights = torch.softmax(torch.einsum("hgd,nhd->hgn", q, k) * case["scale"], dim=-1)
+        weights = torch.softmax(torch.einsum("hgd,nhd->hgn", q, k) * case["params"].scale, dim=-1)
         outs.append(torch.einsum("hgn,nhd->hgd", weights, v).view(task.heads, HEAD_DIM))
         picked.append(start[row] + nth)
     return torch.tensor(picked, device="cuda"), torch.stack(outs)

@@ -12,6 +12,7 @@ from rapid_infer.layers.context import BuildContext
 from rapid_infer.layers.module import LayerModule
 from rapid_infer.layers.norm import RMSNorm
 from rapid_infer.layers.rope import RopeConfig, rope_table
+from rapid_infer.ops.attention_params import AttentionParams
 
 
 class CachedModule(LayerModule):
@@ -35,7 +36,7 @@ class Attention(CachedModule):
 
     Norms q and k per head (if given), rotates them (if `rope`), writes k and v to the cache, and attends; it is the
     only writer.
-    `window`, `soft_cap` and `sinks` (`[heads]` fp32) as in the paged_attention op. Head counts are this rank's.
+    `window`, `soft_cap` and `sinks` as in `AttentionParams`. Head counts are this rank's.
     """
 
     def __init__(
@@ -55,8 +56,7 @@ class Attention(CachedModule):
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.scale = head_dim**-0.5 if scale is None else scale
-        self.window, self.soft_cap, self.sinks = window, soft_cap, sinks
+        self.params = AttentionParams(head_dim**-0.5 if scale is None else scale, window, soft_cap, sinks)
         self.rope = rope
         self.table = rope_table(ctx, rope) if rope else None
         if q_norm is not None and k_norm is not None and q_norm.eps != k_norm.eps:
@@ -70,10 +70,7 @@ class Attention(CachedModule):
             "paged_attention",
             head_dim=head_dim,
             block_size=ctx.block_size,
-            window=window is not None,
-            soft_cap=soft_cap is not None,
-            sinks=sinks is not None,
-            return_lse=False,
+            **self.params.facts(),
         )
         self.k_cache = self.v_cache = torch.empty(0)
 
@@ -99,7 +96,5 @@ class Attention(CachedModule):
             self._eps,
             self.rope is not None and self.rope.interleaved,
         )
-        out = self._attend(
-            q, self.k_cache, self.v_cache, metadata, self.scale, self.window, self.soft_cap, self.sinks, False
-        )
+        out = self._attend(q, self.k_cache, self.v_cache, metadata, self.params)
         return batch.select_tokens(out.flatten(1))

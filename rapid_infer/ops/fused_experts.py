@@ -37,7 +37,7 @@ def _inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
         )
 
 
-@op(inputs=_inputs, capturable=False)
+@op(inputs=_inputs, facts=("experts", "hidden_size", "intermediate_size"), capturable=False)
 def fused_experts(
     x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, slots: Tensor, shared: Tensor | None
 ) -> Tensor:

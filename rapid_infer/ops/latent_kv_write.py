@@ -37,7 +37,7 @@ def _inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
         )
 
 
-@op(inputs=_inputs, mutates=("cache", "query"))
+@op(inputs=_inputs, facts=("rank", "rope_dim"), mutates=("cache", "query"))
 def latent_kv_write(
     q: Tensor,
     kv: Tensor,

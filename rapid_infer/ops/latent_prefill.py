@@ -44,7 +44,7 @@ def _inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
         yield Case(kwargs, {"nope_dim": nope, "rope_dim": rope, "v_dim": v})
 
 
-@op(inputs=_inputs, mutates=("out",), capturable=False)
+@op(inputs=_inputs, facts=("nope_dim", "rope_dim", "v_dim"), mutates=("out",), capturable=False)
 def latent_prefill(
     q_nope: Tensor,
     q_rope: Tensor,

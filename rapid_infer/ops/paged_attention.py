@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.attention_params import OPTIONS, AttentionParams
 from rapid_infer.ops.registry import Case, op
 
 
@@ -73,44 +74,28 @@ def _inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
             for variant in variants if i == 2 else variants[:1]:
                 metadata, blocks = make_metadata(seq_lens, query_lens, size, device)
                 k, v = (torch.randn(blocks, size, kv_heads, dim, device=device).to(dtype) for _ in range(2))
-                options: dict[str, Any] = {
-                    "window": None,
-                    "soft_cap": None,
-                    "sinks": None,
-                    "return_lse": False,
-                    **variant,
-                }
-                if options["sinks"]:
-                    options["sinks"] = torch.randn(heads, device=device)
+                sinks = {"sinks": torch.randn(heads, device=device)} if variant.get("sinks") else {}
+                params = AttentionParams(dim**-0.5, **(variant | sinks))
                 q = torch.randn(sum(query_lens), heads, dim, device=device).to(dtype)
-                kwargs = {"q": q, "k_cache": k, "v_cache": v, "metadata": metadata, "scale": dim**-0.5, **options}
-                extra = {name: value is not None and value is not False for name, value in options.items()}
-                yield Case(kwargs, {"head_dim": dim, "block_size": size, **extra})
+                kwargs = {"q": q, "k_cache": k, "v_cache": v, "metadata": metadata, "params": params}
+                yield Case(kwargs, {"head_dim": dim, "block_size": size, **params.facts()})
 
 
-@op(inputs=_inputs, capturable=False)
+@op(inputs=_inputs, facts=("head_dim", "block_size", *OPTIONS), capturable=False)
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     metadata: AttentionMetadata,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: Tensor | None,
-    return_lse: bool,
+    params: AttentionParams,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention in fp32; query j of a row with n keys and m queries sees keys `0 .. n - m + j`.
 
     q                 `[tokens, heads, head_dim]`; heads is a multiple of kv_heads (grouped queries: consecutive heads
                       share)
     k_cache, v_cache  `[blocks, block_size, kv_heads, head_dim]`, this step's tokens already written
-    window            sees only the last `window` keys, its own included
-    soft_cap          scores become `cap * tanh(score / cap)`
-    sinks             `[heads]` one more score per head that takes weight and gives no value
     returns           `[tokens, heads, head_dim]` in q's dtype; with `return_lse` also `[tokens, heads]` fp32, the
-                      natural
-                      log of the softmax denominator, sinks included
+                      natural log of the softmax denominator, sinks included
     """
     heads, kv_heads = q.shape[1], k_cache.shape[-2]
     starts, lengths, rows = metadata.query_start.tolist(), metadata.seq_lens.tolist(), metadata.rows.tolist()
@@ -122,19 +107,19 @@ def paged_attention(
             cache[blocks].view(-1, kv_heads, cache.shape[-1])[:n].float().repeat_interleave(heads // kv_heads, dim=1)
             for cache in (k_cache, v_cache)
         )
-        scores = torch.einsum("qhd,khd->hqk", q[start:stop].float(), keys) * scale
-        if soft_cap is not None:
-            scores = soft_cap * torch.tanh(scores / soft_cap)
+        scores = torch.einsum("qhd,khd->hqk", q[start:stop].float(), keys) * params.scale
+        if params.soft_cap is not None:
+            scores = params.soft_cap * torch.tanh(scores / params.soft_cap)
         position = torch.arange(n - (stop - start), n, device=q.device).unsqueeze(1)
         key = torch.arange(n, device=q.device)
         hidden = key > position
-        if window is not None:
-            hidden |= key <= position - window
+        if params.window is not None:
+            hidden |= key <= position - params.window
         scores.masked_fill_(hidden, -math.inf)
         total = torch.logsumexp(scores, dim=-1)
-        if sinks is not None:
-            total = torch.logaddexp(total, sinks.float().unsqueeze(1))
+        if params.sinks is not None:
+            total = torch.logaddexp(total, params.sinks.float().unsqueeze(1))
         weights = torch.exp(scores - total.unsqueeze(-1))
         out[start:stop] = torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
         lse[start:stop] = total.t()
-    return (out, lse) if return_lse else out
+    return (out, lse) if params.return_lse else out

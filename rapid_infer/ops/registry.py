@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
 from importlib import import_module
@@ -54,6 +54,33 @@ class OpFacts:
         return cls(kind, dtype, capability, extra, cuda_graphs)
 
 
+class _DeclaredFacts(dict[str, Any]):
+    """An op's own facts. PluginError for one that the op does not declare, given by a layer or read by a provider:
+    a misspelt one would count as not asked for.
+    """
+
+    def __init__(self, op: Op, given: Mapping[str, Any]) -> None:
+        super().__init__(given)
+        self._op = op
+        for name in given:
+            self._check(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._check(name)
+        return super().get(name, default)
+
+    def __missing__(self, name: str) -> Any:
+        self._check(name)
+        raise KeyError(name)
+
+    def _check(self, name: str) -> None:
+        if name not in self._op.facts:
+            near = get_close_matches(name, self._op.facts, n=1)
+            hint = f", did you mean {near[0]!r}?" if near else ""
+            known = ", ".join(self._op.facts) or "none"
+            raise PluginError(f"op {self._op.name} has no fact {name!r}{hint} (it has: {known})")
+
+
 Supports = Callable[[OpFacts], Sequence[str]]
 
 
@@ -74,8 +101,8 @@ class Provider:
     capturable: bool = True
 
     def reasons(self, facts: OpFacts) -> list[str]:
-        """Why it cannot run; empty when it can."""
-        reasons = list(self.supports(facts))
+        """Why it cannot run; empty when it can. PluginError for a fact that the op does not declare."""
+        reasons = list(self.supports(replace(facts, extra=_DeclaredFacts(OPS[self.op], facts.extra))))
         return [*reasons, NOT_CAPTURABLE] if facts.cuda_graphs and not self.capturable else reasons
 
     @cached_property
@@ -122,14 +149,16 @@ class BoundOp:
 class Op:
     """An operator: `reference` gives signature, meaning and the oracle of the generic test.
 
-    `inputs(dtype, device)` yields test cases; `mutates` names arguments that are written in place, `prepared` a weight
-    that a provider may keep in a layout of its own; `capturable` is the reference's, see `Provider`.
+    `inputs(dtype, device)` yields test cases; `facts` names what a layer may say of itself when it binds the op, beside
+    device and dtype; `mutates` names arguments that are written in place, `prepared` a weight that a provider may keep
+    in a layout of its own; `capturable` is the reference's, see `Provider`.
     """
 
     def __init__(
         self,
         reference: Callable[..., Any],
         inputs: Callable[..., Iterator[Case]],
+        facts: tuple[str, ...] = (),
         mutates: tuple[str, ...] = (),
         prepared: str | None = None,
         capturable: bool = True,
@@ -137,6 +166,7 @@ class Op:
         self.name = reference.__name__
         self.reference = reference
         self.inputs = inputs
+        self.facts = facts
         self.mutates = mutates
         self.prepared = prepared
         self.providers: dict[str, Provider] = {
@@ -178,6 +208,7 @@ OPS: dict[str, Op] = {}
 def op(
     *,
     inputs: Callable[..., Iterator[Case]],
+    facts: tuple[str, ...] = (),
     mutates: tuple[str, ...] = (),
     prepared: str | None = None,
     capturable: bool = True,
@@ -185,7 +216,7 @@ def op(
     """Make the decorated torch function an op. Its signature is the contract of every provider."""
 
     def define(reference: Callable[..., Any]) -> Op:
-        defined = Op(reference, inputs, mutates, prepared, capturable)
+        defined = Op(reference, inputs, facts, mutates, prepared, capturable)
         OPS[defined.name] = defined
         return defined
 

@@ -65,7 +65,7 @@ def _inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
         )
 
 
-@op(inputs=_inputs, mutates=("k_cache", "v_cache"))
+@op(inputs=_inputs, facts=("head_dim", "rotary_dim"), mutates=("k_cache", "v_cache"))
 def qk_norm_rope_kv_write(
     qkv: Tensor,
     positions: Tensor,

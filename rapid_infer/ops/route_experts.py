@@ -49,7 +49,7 @@ def _inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
         )
 
 
-@op(inputs=_inputs)
+@op(inputs=_inputs, facts=("scoring", "groups"))
 def route_experts(
     logits: Tensor,
     bias: Tensor | None,

@@ -13,6 +13,7 @@ from torch import Tensor
 from rapid_infer import LLM, SamplingParams
 from rapid_infer.ops import OPS, OpFacts, load_providers
 from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.attention_params import AttentionParams
 from rapid_infer.ops.paged_attention import make_metadata
 from rapid_infer.ops.registry import Case
 from rapid_infer.testing.tiny import TINY, make_checkpoint
@@ -45,9 +46,9 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 )
 
 
-def usable(name: str, dtype: torch.dtype, extra: dict[str, Any]) -> Any:
+def usable(name: str, dtype: torch.dtype, extra: dict[str, Any], cuda_graphs: bool = False) -> Any:
     """The provider's function; skips with its reasons where it cannot run."""
-    if reasons := OP.providers[name].reasons(OpFacts.of("cuda", dtype, **extra)):
+    if reasons := OP.providers[name].reasons(OpFacts.of("cuda", dtype, cuda_graphs=cuda_graphs, **extra)):
         pytest.skip("; ".join(reasons))
     return OP.providers[name].fn
 
@@ -60,14 +61,13 @@ def case(name: str, dtype: torch.dtype, batch: str, dim: int = 128, **variant: A
     seq_lens, query_lens = BATCHES[batch]
     size, heads, kv_heads = block_size(name), 8, 2
     metadata, blocks = make_metadata(seq_lens, query_lens, size, "cuda")
-    options: dict[str, Any] = {"window": None, "soft_cap": None, "sinks": None, "return_lse": False, **variant}
-    if options["sinks"]:
-        options["sinks"] = torch.randn(heads, device="cuda")
+    if variant.get("sinks"):
+        variant["sinks"] = torch.randn(heads, device="cuda")
+    params = AttentionParams(dim**-0.5, **variant)
     q = torch.randn(sum(query_lens), heads, dim, device="cuda", dtype=dtype)
     k, v = (torch.randn(blocks, size, kv_heads, dim, device="cuda", dtype=dtype) for _ in range(2))
-    extra = {key: value is not None and value is not False for key, value in options.items()}
-    kwargs = {"q": q, "k_cache": k, "v_cache": v, "metadata": metadata, "scale": dim**-0.5, **options}
-    return Case(kwargs, {"head_dim": dim, "block_size": size, **extra})
+    kwargs = {"q": q, "k_cache": k, "v_cache": v, "metadata": metadata, "params": params}
+    return Case(kwargs, {"head_dim": dim, "block_size": size, **params.facts()})
 
 
 def reference(kwargs: dict[str, Any]) -> Any:
@@ -135,7 +135,7 @@ def test_a_recorded_step_follows_its_tensors(name: str) -> None:
     """In a CUDA graph with the bounds of the longest step there can be, replayed with other lengths and rows."""
     torch.manual_seed(3)
     one = case(name, torch.bfloat16, "decode")
-    fn = usable(name, torch.bfloat16, {**one.extra, "cuda_graphs": True})
+    fn = usable(name, torch.bfloat16, one.extra, cuda_graphs=True)
     kwargs = one.kwargs
     longest = kwargs["metadata"].block_table.shape[1] * block_size(name)
     metadata = dataclasses.replace(kwargs["metadata"], max_seq_len=longest, plans={})

@@ -11,9 +11,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from attention_chunks import borders, check_paged, paged_case
+from attention_chunks import borders, check_paged, paged_case, with_options
 
 from rapid_infer.ops import OPS
+from rapid_infer.ops.attention_params import AttentionParams
 from rapid_infer.ops.paged_attention import make_metadata
 from rapid_infer.ops.providers.triton import attention_prefill
 from rapid_infer.ops.providers.triton.attention import paged_attention
@@ -63,18 +64,14 @@ def test_prefill(
     # Keys and values in one tensor, so that blocks do not follow each other.
     cache = torch.randn(blocks, 2, size, kv_heads, dim, dtype=torch.bfloat16, device="cuda")
     cache.transpose(1, 2)[~used.view(blocks, size)] = math.nan
-    options = {"window": None, "soft_cap": None, "sinks": None, **variant}
-    if options["sinks"]:
-        options["sinks"] = torch.randn(heads, device="cuda")
     case = {
         "q": torch.randn(sum(QUERY_LENS), heads, dim, dtype=torch.bfloat16, device="cuda"),
         "k_cache": cache[:, 0],
         "v_cache": cache[:, 1],
         "metadata": metadata,
-        "scale": dim**-0.5,
-        "return_lse": True,
-        **options,
+        "params": AttentionParams(dim**-0.5, return_lse=True),
     }
+    case = with_options(case, **variant)
     out, lse = paged_attention(**case)
     expected, expected_lse = OPS["paged_attention"].reference(**case)
     torch.testing.assert_close(out.float(), expected.float(), atol=2e-2, rtol=2e-2)
@@ -88,12 +85,11 @@ def test_few_queries_over_many_keys(name: str, options: dict[str, Any], monkeypa
     torch.manual_seed(0)
     monkeypatch.setattr(attention_prefill, "choose", lambda *_: CONFIGS[name])
     case = paged_case(([51, 20040, 703, 2], [1, 40, 3, 2]), 8, 2, 128, 64, torch.bfloat16, "cuda")
-    if options.get("sinks"):
-        options = {"sinks": torch.randn(8, device="cuda")}
-    check_paged(case | options)
-    first = paged_attention(**case | options)
+    case = with_options(case, **options)
+    check_paged(case)
+    first = paged_attention(**case)
     for _ in range(50):
-        assert all(torch.equal(a, b) for a, b in zip(paged_attention(**case | options), first) if a is not None)
+        assert all(torch.equal(a, b) for a, b in zip(paged_attention(**case), first) if a is not None)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from rapid_infer.ops import OPS
 from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.attention_params import OPTIONS, AttentionParams
 from rapid_infer.ops.paged_attention import make_metadata
 from rapid_infer.ops.providers.triton.attention import paged_attention
 from rapid_infer.ops.providers.triton.latent_context import latent_context
@@ -44,12 +46,16 @@ def paged_case(
         "k_cache": caches[0],
         "v_cache": caches[1],
         "metadata": metadata,
-        "scale": dim**-0.5,
-        "window": None,
-        "soft_cap": None,
-        "sinks": None,
-        "return_lse": True,
+        "params": AttentionParams(dim**-0.5, return_lse=True),
     }
+
+
+def with_options(case: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """The case with other options of its attention, `sinks=True` for random ones, or with other arguments."""
+    if options.get("sinks") is True:
+        options["sinks"] = torch.randn(case["q"].shape[1], device=case["q"].device)
+    params = {name: options.pop(name) for name in OPTIONS if name in options}
+    return {**case, "params": replace(case["params"], **params), **options}
 
 
 def check_paged(case: dict[str, Any]) -> None:

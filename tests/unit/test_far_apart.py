@@ -13,6 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from rapid_infer.ops import OPS, load_providers
+from rapid_infer.ops.attention_params import AttentionParams
 from rapid_infer.ops.paged_attention import make_metadata
 from rapid_infer.ops.providers.triton import attention_prefill, attention_prefill_plan, latent_context, latent_prefill
 from rapid_infer.ops.registry import Case
@@ -136,8 +137,8 @@ def test_a_step_may_have_more_tiles_than_an_axis_has_programs(monkeypatch: pytes
         return torch.empty(shape, dtype=torch.float16).expand(tokens, *shape)
 
     cache: Any = torch.empty(1, 1024, 1, 16, dtype=torch.float16).expand(blocks, -1, -1, -1)
-    paged = {"window": None, "soft_cap": None, "sinks": None, "return_lse": False}
-    OPS["paged_attention"].providers["triton"].fn(rows(heads, 16), cache, cache, metadata, 1.0, **paged)
+    params = AttentionParams(1.0)
+    OPS["paged_attention"].providers["triton"].fn(rows(heads, 16), cache, cache, metadata, params)
     latent = torch.empty(1, 1024, 40, dtype=torch.float16).expand(blocks, -1, -1)
     latent_context.latent_context(rows(heads, 40), latent, metadata, 1.0, 32, empty(1), empty(1))
     parts = rows(heads, 16), rows(heads, 8), rows(heads, 32), rows(8)

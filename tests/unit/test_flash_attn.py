@@ -14,6 +14,7 @@ import torch
 from rapid_infer.layers.attention import Attention
 from rapid_infer.layers.context import BuildContext
 from rapid_infer.ops import OPS, OpFacts, OpResolver, load_providers
+from rapid_infer.ops.attention_params import AttentionParams
 from rapid_infer.ops.paged_attention import make_metadata
 from rapid_infer.ops.providers import installed
 from rapid_infer.ops.providers.flash_attn import plan
@@ -202,14 +203,14 @@ def test_the_library_is_called_as_published(fake: SimpleNamespace) -> None:
     metadata, blocks = make_metadata([7, 40, 9], [1, 1, 4], 16, "cpu")
     k, v = torch.randn(2, blocks, 16, 2, 32).unbind(0)
     q = torch.randn(6, 4, 32)
-    assert fake.fn(q, k, v, metadata, 0.5, None, None, None, False) is q
+    assert fake.fn(q, k, v, metadata, AttentionParams(0.5)) is q
     given = fake.arguments
     assert (given["softmax_scale"], given["causal"], given["softcap"]) == (0.5, True, 0.0)
     assert (given["max_seqlen_q"], given["max_seqlen_k"]) == (4, 40)
     assert given["cu_seqlens_q"] is metadata.query_start
     assert given.get("window_size") in (None, (-1, -1), (None, None))
     sinks = None if fake.version == "version_2" else torch.randn(4)
-    out, lse = fake.fn(q, k, v, metadata, 0.5, 6, 3.0, sinks, True)
+    out, lse = fake.fn(q, k, v, metadata, AttentionParams(0.5, 6, 3.0, sinks, True))
     assert out is q
     assert lse.shape == (6, 4)
     assert lse.is_contiguous()

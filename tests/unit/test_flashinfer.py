@@ -7,6 +7,7 @@ import inspect
 import math
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rapid_infer.ops import OPS, OpFacts, load_providers
+from rapid_infer.ops.attention_params import AttentionParams
 from rapid_infer.ops.paged_attention import make_metadata
 from rapid_infer.ops.providers import installed
 
@@ -128,7 +130,7 @@ def make(seed: int, seq_lens: list[int], query_lens: list[int], size: int = 16) 
     metadata.rows = len(metadata.block_table) - 3 - metadata.rows
     k, v = torch.randn(2, blocks, size, 2, 64).unbind(0)
     q = torch.randn(sum(query_lens), 6, 96)[:, :4, :64]
-    return {"q": q, "k_cache": k, "v_cache": v, "metadata": metadata, "scale": 0.2}
+    return {"q": q, "k_cache": k, "v_cache": v, "metadata": metadata}
 
 
 @pytest.mark.parametrize(
@@ -143,21 +145,19 @@ def make(seed: int, seq_lens: list[int], query_lens: list[int], size: int = 16) 
 )
 def test_the_plan_says_what_the_reference_does(fn: Any, variant: Any, seq_lens: list[int], query_lens: Any) -> None:
     assert list(inspect.signature(fn).parameters) == list(inspect.signature(OP.reference).parameters)
-    options = {"window": None, "soft_cap": None, "sinks": None, **variant}
-    kwargs = make(0, seq_lens, query_lens)
-    out, lse = fn(**kwargs, **options, return_lse=True)
-    expected, expected_lse = OP.reference(**kwargs, **options, return_lse=True)
+    kwargs, params = make(0, seq_lens, query_lens), AttentionParams(0.2, **variant, return_lse=True)
+    out, lse = fn(**kwargs, params=params)
+    expected, expected_lse = OP.reference(**kwargs, params=params)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(lse, expected_lse)
-    torch.testing.assert_close(fn(**kwargs, **options, return_lse=False), expected)
+    torch.testing.assert_close(fn(**kwargs, params=replace(params, return_lse=False)), expected)
 
 
 def test_a_step_is_planned_once_for_layers_that_are_alike(fn: Any) -> None:
-    options = {"window": None, "soft_cap": None, "sinks": None, "return_lse": False}
     first, second = make(1, [5, 40], [1, 4]), make(2, [6, 41], [1, 1])
     for step, plans in ((first, 2), (second, 4)):
         for _ in range(3):
             for window in (None, 7):
-                own = {**options, "window": window}
-                torch.testing.assert_close(fn(**step, **own), OP.reference(**step, **own))
+                params = AttentionParams(0.2, window)
+                torch.testing.assert_close(fn(**step, params=params), OP.reference(**step, params=params))
         assert Wrapper.plans == plans

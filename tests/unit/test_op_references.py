@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rapid_infer.ops import fused_add_rms_norm, paged_attention, qk_norm_rope_kv_write, rms_norm, silu_and_mul
+from rapid_infer.ops.attention_params import AttentionParams
 from rapid_infer.ops.paged_attention import make_metadata
 from rapid_infer.ops.rope_kv_write import rotate, slots_only
 
@@ -42,7 +43,7 @@ def test_paged_attention_by_loops(window: int | None, soft_cap: float | None, wi
             k_cache[block, i % SIZE], v_cache[block, i % SIZE] = keys[i], values[i]
     q, sinks = torch.randn(sum(query_lens), HEADS, DIM), torch.randn(HEADS) if with_sinks else None
 
-    out, lse = paged_attention(q, k_cache, v_cache, metadata, 0.3, window, soft_cap, sinks, True)
+    out, lse = paged_attention(q, k_cache, v_cache, metadata, AttentionParams(0.3, window, soft_cap, sinks, True))
 
     token = 0
     for (keys, values), n, m in zip(dense, seq_lens, query_lens):
@@ -65,10 +66,10 @@ def test_attention_reads_only_the_rows_that_take_part() -> None:
     metadata, blocks = make_metadata([5, 7], [1, 1], SIZE, "cpu")
     k, v = (torch.randn(blocks, SIZE, KV_HEADS, DIM) for _ in range(2))
     q = torch.randn(2, HEADS, DIM)
-    both = paged_attention(q, k, v, metadata, 0.3, None, None, None, False)
+    both = paged_attention(q, k, v, metadata, AttentionParams(0.3))
     metadata.rows, metadata.seq_lens = torch.tensor([1]), torch.tensor([7], dtype=torch.int32)
     metadata.query_start = torch.tensor([0, 1], dtype=torch.int32)
-    alone = paged_attention(q[1:], k, v, metadata, 0.3, None, None, None, False)
+    alone = paged_attention(q[1:], k, v, metadata, AttentionParams(0.3))
     torch.testing.assert_close(alone, both[1:])
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rapid_infer.errors import ConfigError, PluginError
-from rapid_infer.ops import OPS, Op, OpFacts, OpResolver, load_providers, register
+from rapid_infer.ops import OPS, Op, OpFacts, OpResolver, attention_params, load_providers, register
 from rapid_infer.ops import registry as ops_registry
 from rapid_infer.ops.paged_attention import make_metadata
 from rapid_infer.ops.registry import REFERENCE, Case, op
@@ -124,7 +124,7 @@ def double() -> Iterator[Op]:
     def inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
         yield Case({"x": torch.ones(2, dtype=dtype, device=device)})
 
-    @op(inputs=inputs)
+    @op(inputs=inputs, facts=("head_dim", "window"))
     def made_up_double(x: Tensor) -> Tensor:
         return x * 2
 
@@ -211,6 +211,28 @@ def test_supports_sees_the_layers_own_facts(double: Op) -> None:
     assert [(f.device, f.dtype, f.capability, f.extra) for f in seen] == [
         ("cpu", torch.bfloat16, None, {"head_dim": 64})
     ]
+
+
+def test_a_fact_that_the_op_does_not_declare_is_an_error_given_or_read(double: Op) -> None:
+    with pytest.raises(PluginError, match="op made_up_double has no fact 'head_dims', did you mean 'head_dim'") as got:
+        OpResolver("cpu").bind("made_up_double", torch.float32, head_dims=64)
+    assert str(got.value).endswith("(it has: head_dim, window)")
+    with pytest.raises(PluginError, match=r"op rms_norm has no fact 'window' \(it has: none\)"):
+        OpResolver("cpu").bind("rms_norm", torch.float32, window=True)
+    for read in (lambda facts: facts.extra.get("windows"), lambda facts: facts.extra["windows"]):
+        register("made_up_double", "wrong", priority=1, supports=read)(lambda x: x)
+        with pytest.raises(PluginError, match="no fact 'windows', did you mean 'window'"):
+            OpResolver("cpu").bind("made_up_double", torch.float32)
+        del double.providers["wrong"]
+
+
+def test_an_option_of_attention_is_refused_by_every_provider_that_does_not_name_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention_params, "OPTIONS", (*attention_params.OPTIONS, "chunk"))
+    facts = OpFacts("cuda", torch.bfloat16, (9, 0), {"chunk": True})
+    for name, provider in OPS["paged_attention"].providers.items():
+        assert ("has no chunk" in provider.supports(facts)) == (name != REFERENCE), name
 
 
 def test_an_installed_package_adds_a_provider(double: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

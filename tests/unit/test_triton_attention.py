@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_chunks import with_options
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -17,6 +18,7 @@ import triton.language as tl
 
 from rapid_infer.ops import OPS
 from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.attention_params import AttentionParams
 from rapid_infer.ops.paged_attention import in_mixed_graph, make_metadata
 from rapid_infer.ops.providers.triton import (
     attention_plan,
@@ -79,18 +81,12 @@ def make_case(
         "k_cache": k.view(blocks, size, kv_heads, dim),
         "v_cache": v.view(blocks, size, kv_heads, dim),
         "metadata": metadata,
-        "scale": dim**-0.5,
-        "window": None,
-        "soft_cap": None,
-        "sinks": None,
-        "return_lse": True,
+        "params": AttentionParams(dim**-0.5, return_lse=True),
     }
 
 
 def check(case: dict[str, Any], **options: Any) -> None:
-    case = {**case, **options}
-    if case["sinks"] is True:
-        case["sinks"] = torch.randn(case["q"].shape[1], device=DEVICE)
+    case = with_options(case, **options)
     for got, expected in zip(paged_attention(**case), REFERENCE(**case)):
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
 
@@ -271,12 +267,11 @@ def test_rows_that_only_the_device_knows(query_lens: list[int], options: dict[st
     """As in a CUDA graph of a mixed step: the host has the most rows and tokens there can be."""
     case = make_case([50, 60, 40, 33][: len(query_lens)], query_lens)
     metadata, tokens, spare = case["metadata"], sum(query_lens), 3
-    if options.get("sinks"):
-        options = {**options, "sinks": torch.randn(6, device=DEVICE)}
-    expected = REFERENCE(**{**case, **options})
+    case = with_options(case, **options)
+    expected = REFERENCE(**case)
     case["metadata"] = in_mixed_graph(metadata, spare, 20)
     case["q"] = torch.cat([case["q"], torch.full((20, 6, 32), math.nan, device=DEVICE)])
-    for got, wanted in zip(paged_attention(**{**case, **options}), expected):
+    for got, wanted in zip(paged_attention(**case), expected):
         torch.testing.assert_close(got[:tokens], wanted, atol=2e-5, rtol=2e-5)
 
 
@@ -326,10 +321,10 @@ def test_rows_without_keys_get_zeros_and_disturb_no_other(sinks: bool | None, sm
     empty, full = [1, 3, 4], [0, 2]
     metadata.seq_lens[empty] = 0
     metadata.block_table[empty] = 1 << 30
-    case["sinks"] = torch.randn(6, device=DEVICE) if sinks else None
+    case = with_options(case, sinks=sinks)
     out, lse = paged_attention(**case)
     assert not out[empty].any()
-    expected_lse = torch.full((6,), -math.inf, device=DEVICE) if case["sinks"] is None else case["sinks"]
+    expected_lse = torch.full((6,), -math.inf, device=DEVICE) if sinks is None else case["params"].sinks
     torch.testing.assert_close(lse[empty], expected_lse.expand(3, 6))
     metadata.block_table[empty] = 0
     expected, expected_lse = REFERENCE(**case)

@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from attention_chunks import with_options
 from torch import Tensor
 
 pytest.importorskip("triton")
 
 from rapid_infer.ops import OPS
 from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.attention_params import AttentionParams
 from rapid_infer.ops.paged_attention import make_metadata
 from rapid_infer.ops.providers.triton import (
     attention_groups,
@@ -68,11 +70,7 @@ def make_case(
         "k_cache": torch.randn(blocks, size, kv_heads, dim, device=DEVICE),
         "v_cache": torch.randn(blocks, size, kv_heads, dim, device=DEVICE),
         "metadata": metadata,
-        "scale": dim**-0.5,
-        "window": None,
-        "soft_cap": None,
-        "sinks": None,
-        "return_lse": True,
+        "params": AttentionParams(dim**-0.5, return_lse=True),
     }
 
 
@@ -82,9 +80,7 @@ def share(metadata: AttentionMetadata, groups: list[tuple[int, int, int]]) -> No
 
 
 def check(case: dict[str, Any], **options: Any) -> None:
-    case = {**case, **options}
-    if case["sinks"] is True:
-        case["sinks"] = torch.randn(case["q"].shape[1], device=DEVICE)
+    case = with_options(case, **options)
     for got, expected in zip(paged_attention(**case), REFERENCE(**case)):
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
 

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.attention_params import AttentionParams, lacks
 from rapid_infer.ops.providers.cpu.facts import not_on_cpu
 from rapid_infer.ops.registry import OpFacts, register
 
 
 def _cannot(facts: OpFacts) -> Sequence[str]:
-    unsupported = (name for name in ("window", "soft_cap", "sinks", "return_lse") if facts.extra.get(name))
-    return not_on_cpu(facts) + [f"has no {name}" for name in unsupported]
+    return not_on_cpu(facts) + lacks(facts)
 
 
 @dataclass(frozen=True)
@@ -128,18 +128,14 @@ def paged_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     metadata: AttentionMetadata,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: Tensor | None,
-    return_lse: bool,
+    params: AttentionParams,
 ) -> Tensor:
     """Folds the query heads of a group into the query axis: grouped-query SDPA is several times slower on a CPU."""
     kv_heads, dim = k_cache.shape[-2:]
     group = q.shape[1] // kv_heads
     plan = attention_plan(metadata, k_cache.shape[1], q.dtype)
     if plan.single is not None:
-        return _attend_run(q, k_cache, v_cache, plan.single, scale)
+        return _attend_run(q, k_cache, v_cache, plan.single, params.scale)
     flat_k, flat_v = (cache.view(-1, kv_heads * dim) for cache in (k_cache, v_cache))
     out = torch.empty_like(q) if len(plan.decode) + len(plan.chunks) > 1 else None
     for part in plan.decode:
@@ -149,7 +145,7 @@ def paged_attention(
         )
         queries = q if out is None else q[part.rows]
         attended = F.scaled_dot_product_attention(
-            queries.reshape(rows, kv_heads, group, dim), keys, values, attn_mask=part.hidden, scale=scale
+            queries.reshape(rows, kv_heads, group, dim), keys, values, attn_mask=part.hidden, scale=params.scale
         ).reshape(rows, -1, dim)
         if out is None:
             return attended
@@ -169,7 +165,7 @@ def paged_attention(
             values,
             attn_mask=chunk.visible,
             is_causal=chunk.visible is None,
-            scale=scale,
+            scale=params.scale,
         )
         tokens_first = attended.squeeze(0).transpose(0, 1)
         if out is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from rapid_infer.ops.attention_params import lacks
 from rapid_infer.ops.providers import installed
 from rapid_infer.ops.providers.installed import not_16_bit_cuda, older_than_sm80
 from rapid_infer.ops.registry import OpFacts
@@ -25,7 +26,7 @@ def cannot_run_version_3(facts: OpFacts) -> list[str]:
         reasons.append("rounds sinks to bfloat16")
     if facts.extra.get("sinks") and facts.extra.get("return_lse"):
         reasons.append("does not say whether its log-sum-exp counts the sinks")
-    return reasons + _small_pages(facts)
+    return reasons + _small_pages(facts) + lacks(facts, "window", "soft_cap", "sinks", "return_lse")
 
 
 def cannot_run_version_4(facts: OpFacts) -> list[str]:
@@ -33,7 +34,7 @@ def cannot_run_version_4(facts: OpFacts) -> list[str]:
     reasons += _shared(facts)
     if facts.capability is not None and facts.capability[0] not in (9, 10, 11):
         reasons.append("has pages on SM 90 to 110, this GPU is SM {}{}".format(*facts.capability))
-    return reasons + _small_pages(facts)
+    return reasons + _small_pages(facts) + lacks(facts, "window", "soft_cap", "sinks", "return_lse")
 
 
 def cannot_run_version_2(facts: OpFacts) -> list[str]:
@@ -43,9 +44,7 @@ def cannot_run_version_2(facts: OpFacts) -> list[str]:
     size = facts.extra.get("block_size", 256)
     if size is None or size % 256:
         reasons.append(f"takes pages of a multiple of 256 tokens, not {size}: set block_size=256")
-    if facts.extra.get("sinks"):
-        reasons.append("has no sinks")
-    return reasons
+    return reasons + lacks(facts, "window", "soft_cap", "return_lse")
 
 
 def _shared(facts: OpFacts) -> list[str]:

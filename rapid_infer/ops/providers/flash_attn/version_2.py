@@ -6,6 +6,7 @@ from flash_attn import flash_attn_varlen_func
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.attention_params import AttentionParams
 from rapid_infer.ops.providers.flash_attn.plan import block_table, key_start
 
 
@@ -14,11 +15,7 @@ def paged_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     metadata: AttentionMetadata,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: Tensor | None,
-    return_lse: bool,
+    params: AttentionParams,
 ) -> Tensor | tuple[Tensor, Tensor]:
     result = flash_attn_varlen_func(
         q=q,
@@ -28,14 +25,14 @@ def paged_attention(
         cu_seqlens_k=key_start(metadata),
         max_seqlen_q=metadata.max_query_len,
         max_seqlen_k=metadata.max_seq_len,
-        softmax_scale=scale,
+        softmax_scale=params.scale,
         causal=True,
-        window_size=(-1, -1) if window is None else (window - 1, 0),
-        softcap=soft_cap or 0.0,
-        return_attn_probs=return_lse,
+        window_size=(-1, -1) if params.window is None else (params.window - 1, 0),
+        softcap=params.soft_cap or 0.0,
+        return_attn_probs=params.return_lse,
         block_table=block_table(metadata),
     )
-    if not return_lse:
+    if not params.return_lse:
         return result
     # The third is the matrix of probabilities, which is empty without dropout.
     out, lse, _ = result

@@ -9,6 +9,7 @@ from torch import Tensor
 from vllm.vllm_flash_attn import flash_attn_varlen_func
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.attention_params import AttentionParams
 from rapid_infer.ops.providers.flash_attn.plan import block_table
 
 
@@ -17,11 +18,7 @@ def paged_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     metadata: AttentionMetadata,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: Tensor | None,
-    return_lse: bool,
+    params: AttentionParams,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The library decides on the device, row by row, into how many parts to split the keys."""
     result: Any = flash_attn_varlen_func(
@@ -33,16 +30,16 @@ def paged_attention(
         max_seqlen_k=metadata.max_seq_len,
         seqused_k=metadata.seq_lens,
         block_table=block_table(metadata),
-        softmax_scale=scale,
+        softmax_scale=params.scale,
         causal=True,
-        window_size=None if window is None else [window - 1, 0],
-        softcap=soft_cap or 0.0,
+        window_size=None if params.window is None else [params.window - 1, 0],
+        softcap=params.soft_cap or 0.0,
         # It takes sinks in bfloat16 only, whatever q's dtype.
-        s_aux=None if sinks is None else sinks.to(torch.bfloat16),
-        return_softmax_lse=return_lse,
+        s_aux=None if params.sinks is None else params.sinks.to(torch.bfloat16),
+        return_softmax_lse=params.return_lse,
         fa_version=3,
     )
-    if not return_lse:
+    if not params.return_lse:
         return result
     out, lse = result
     return out, lse.t().contiguous()

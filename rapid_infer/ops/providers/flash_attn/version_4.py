@@ -9,6 +9,7 @@ from flash_attn.cute import flash_attn_varlen_func
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.attention_params import AttentionParams
 from rapid_infer.ops.providers.flash_attn.plan import block_table
 
 
@@ -23,11 +24,7 @@ def paged_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     metadata: AttentionMetadata,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: Tensor | None,
-    return_lse: bool,
+    params: AttentionParams,
 ) -> Tensor | tuple[Tensor, Tensor]:
     out, lse = flash_attn_varlen_func(
         q=q,
@@ -38,12 +35,12 @@ def paged_attention(
         max_seqlen_k=metadata.max_seq_len,
         seqused_k=metadata.seq_lens,
         page_table=block_table(metadata),
-        softmax_scale=scale,
+        softmax_scale=params.scale,
         causal=True,
-        window_size=(None, None) if window is None else (window - 1, 0),
-        learnable_sink=sinks,
-        softcap=soft_cap or 0.0,
+        window_size=(None, None) if params.window is None else (params.window - 1, 0),
+        learnable_sink=params.sinks,
+        softcap=params.soft_cap or 0.0,
         num_splits=_num_splits(q.device),
-        return_lse=return_lse,
+        return_lse=params.return_lse,
     )
-    return (out, lse.t().contiguous()) if return_lse else out
+    return (out, lse.t().contiguous()) if params.return_lse else out

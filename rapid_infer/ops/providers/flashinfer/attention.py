@@ -12,6 +12,7 @@ from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.attention_params import AttentionParams
 
 logger = logging.getLogger(__name__)
 
@@ -55,15 +56,11 @@ def paged_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     metadata: AttentionMetadata,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: Tensor | None,
-    return_lse: bool,
+    params: AttentionParams,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Planned by the first layer of a step that has these arguments, which waits for the device."""
     block_size, kv_heads = k_cache.shape[1:3]
-    kind = (*q.shape[1:], kv_heads, block_size, q.dtype, scale, window, soft_cap)
+    kind = (*q.shape[1:], kv_heads, block_size, q.dtype, params.scale, params.window, params.soft_cap)
     key = "flashinfer", kind
     wrapper = metadata.plans.get(key)
     if wrapper is None:
@@ -79,13 +76,13 @@ def paged_attention(
             head_dim_qk=q.shape[2],
             page_size=block_size,
             causal=True,
-            sm_scale=scale,
-            window_left=-1 if window is None else window - 1,
-            logits_soft_cap=soft_cap,
+            sm_scale=params.scale,
+            window_left=-1 if params.window is None else params.window - 1,
+            logits_soft_cap=params.soft_cap,
             q_data_type=q.dtype,
             kv_data_type=k_cache.dtype,
         )
-    if not return_lse:
+    if not params.return_lse:
         return wrapper.run(q.contiguous(), (k_cache, v_cache))
     out, lse = wrapper.run(q.contiguous(), (k_cache, v_cache), return_lse=True)
     # Its logarithms are to the base of 2.

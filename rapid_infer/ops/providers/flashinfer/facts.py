@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rapid_infer.ops.attention_params import lacks
 from rapid_infer.ops.providers import installed
 from rapid_infer.ops.providers.installed import not_16_bit_cuda, older_than_sm80
 from rapid_infer.ops.registry import OpFacts
@@ -17,6 +18,4 @@ def cannot_run(facts: OpFacts) -> list[str]:
     dim = facts.extra.get("head_dim", 128)
     if dim not in HEAD_DIMS:
         reasons.append(f"takes head sizes of {', '.join(map(str, HEAD_DIMS))}, not {dim}")
-    if facts.extra.get("sinks"):
-        reasons.append("has no sinks")
-    return reasons
+    return reasons + lacks(facts, "window", "soft_cap", "return_lse")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rapid_infer.ops.providers.triton.facts import PRIORITY, unavailable
+from rapid_infer.ops.providers.triton.facts import PRIORITY, cannot_attend, unavailable
 from rapid_infer.ops.registry import register_lazy
 
 _HERE = "rapid_infer.ops.providers.triton"
@@ -18,7 +18,6 @@ for _op, _module in (
     ("qk_norm_rope_kv_write", "rope_kv_write"),
     ("truncate_logits", "truncate"),
     ("gumbel_argmax", "sampling"),
-    ("paged_attention", "attention"),
     ("decode_inputs", "step_inputs"),
     ("mixed_inputs", "step_inputs"),
     ("latent_decode", "latent_decode"),
@@ -32,3 +31,6 @@ for _op, _module in (
     ("commit_tokens", "step_inputs"),
 ):
     register_lazy(_op, "triton", f"{_HERE}.{_module}:{_op}", priority=PRIORITY, supports=unavailable)
+register_lazy(
+    "paged_attention", "triton", f"{_HERE}.attention:paged_attention", priority=PRIORITY, supports=cannot_attend
+)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.attention_params import AttentionParams
 from rapid_infer.ops.providers.triton.attention_decode import decode
 from rapid_infer.ops.providers.triton.attention_prefill import prefill
 from rapid_infer.ops.providers.triton.attention_tile import score_scales, tile_constants
@@ -16,11 +17,7 @@ def paged_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     metadata: AttentionMetadata,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: Tensor | None,
-    return_lse: bool,
+    params: AttentionParams,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Reads no tensor on the host, so it can be captured in a CUDA graph; a token without keys gets zeros."""
     if k_cache.stride() != v_cache.stride() or k_cache.stride(-1) != 1:
@@ -30,11 +27,11 @@ def paged_attention(
         )
     q = q if q.stride(-1) == 1 else q.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
-    scales, constants = score_scales(scale, soft_cap), tile_constants(q, k_cache)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if params.return_lse else None
+    scales, constants = score_scales(params.scale, params.soft_cap), tile_constants(q, k_cache)
     if metadata.num_decodes:
-        decode(q, k_cache, v_cache, out, lse, metadata, window, sinks, scales, constants)
+        decode(q, k_cache, v_cache, out, lse, metadata, params.window, params.sinks, scales, constants)
     # Only the device may know which rows have one token; then neither part can be left out.
     if metadata.decodes is not None or q.shape[0] > metadata.num_decodes:
-        prefill(q, k_cache, v_cache, out, lse, metadata, window, sinks, scales, constants)
+        prefill(q, k_cache, v_cache, out, lse, metadata, params.window, params.sinks, scales, constants)
     return out if lse is None else (out, lse)

@@ -6,6 +6,7 @@ import os
 from functools import cache
 from importlib.util import find_spec
 
+from rapid_infer.ops.attention_params import lacks
 from rapid_infer.ops.registry import OpFacts
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -29,3 +30,7 @@ def unavailable(facts: OpFacts) -> list[str]:
     if facts.capability is not None and facts.capability < (8, 0):
         reasons.append("needs SM 80 or newer, this GPU is SM {}{}".format(*facts.capability))
     return reasons
+
+
+def cannot_attend(facts: OpFacts) -> list[str]:
+    return unavailable(facts) + lacks(facts, "window", "soft_cap", "sinks", "return_lse")

@@ -1,0 +1,44 @@
+"""What a layer's attention is besides queries and keys: settled when the layer is built, the same in every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from torch import Tensor
+
+from rapid_infer.ops.registry import OpFacts
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class AttentionParams:
+    """`scale` of the scores, and options, each off by default. An option that is on is a fact of the layer; a provider
+    names those that it has (`lacks`), so that one added here is refused by all that do not know it.
+
+    window      a query sees the last `window` keys alone, its own included
+    soft_cap    scores become `cap * tanh(score / cap)`
+    sinks       `[heads]` fp32, one more score per head that takes weight and gives no value
+    return_lse  return the log-sum-exp as well
+    """
+
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
+    return_lse: bool = False
+
+    def facts(self) -> dict[str, bool]:
+        """Which options are on."""
+        values = ((name, getattr(self, name)) for name in OPTIONS)
+        return {name: value is not None and value is not False for name, value in values}
+
+    def __repr__(self) -> str:
+        """Layers with equal ones launch the same kernels."""
+        return f"AttentionParams(scale={self.scale}, window={self.window}, soft_cap={self.soft_cap}, {self.facts()})"
+
+
+OPTIONS = tuple(field.name for field in fields(AttentionParams) if field.name != "scale")
+
+
+def lacks(facts: OpFacts, *has: str) -> list[str]:
+    """Reasons of a provider that has these options and no others."""
+    return [f"has no {name}" for name in OPTIONS if facts.extra.get(name) and name not in has]
