@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from rapid_infer.errors import ConfigError
 from rapid_infer.layers.context import BuildContext
 from rapid_infer.layers.layout import MatrixLayout, Shard, cut, whole
-from rapid_infer.layers.module import LayerModule
-from rapid_infer.layers.parameter import Part, Placement
+from rapid_infer.layers.matrix import MatrixModule
 from rapid_infer.quant.param_spec import OUT, ParamSpec
 
 
-class Linear(LayerModule):
+class Linear(MatrixModule):
     """`y = x W^T + b`, whole on every rank. x `[tokens, in]`, y `[tokens, out]`; W `[out, in]` in the checkpoint.
 
     Subclasses pass the output features as parts, or cut the input features (`cut_input`).
@@ -33,29 +32,17 @@ class Linear(LayerModule):
         bias: bool = False,
         cut_input: bool = False,
     ) -> None:
-        super().__init__()
-        self.ctx_name = ctx.name
-        self.parallel = ctx.parallel
         ins = cut(ctx, None, in_features, "input features") if cut_input else whole(None, in_features)
         outs = [whole(None, out_features)] if isinstance(out_features, int) else out_features
-        self.layout = MatrixLayout(tuple(outs), ins)
-        self.quant = ctx.quant_method()
-        self.specs = dict(self.quant.params(ctx.dtype))
+        quant = ctx.quant_method()
+        specs = dict(quant.params(ctx.dtype))
         if bias:
-            self.specs["bias"] = ParamSpec(ctx.dtype, (OUT,))
-        for leaf, spec in self.specs.items():
-            self.register_parameter(leaf, self.layout.parameter(spec, f"{ctx.name}.{leaf}"))
+            specs["bias"] = ParamSpec(ctx.dtype, (OUT,))
+        super().__init__(ctx, MatrixLayout(tuple(outs), ins), specs)
+        self.quant = quant
         if not bias:
             self.register_parameter("bias", None)
         self.quant.bind(self, ctx)
-
-    def parts(self, leaf: str) -> tuple[Part, ...]:
-        return self.layout.parts
-
-    def placement(self, leaf: str, part: Part, expert: int | None = None) -> Placement | None:
-        if expert is not None:
-            raise KeyError(f"{self.ctx_name} has no experts")
-        return self.layout.placement(self.get_parameter(leaf), self.specs[leaf], part)
 
     def finalize_weights(self) -> None:
         self.quant.finalize(self)

@@ -17,11 +17,9 @@ from rapid_infer.layers.batch import ForwardBatch
 from rapid_infer.layers.context import BuildContext
 from rapid_infer.layers.layout import MatrixLayout, cut, whole
 from rapid_infer.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
-from rapid_infer.layers.module import LayerModule
+from rapid_infer.layers.matrix import MatrixModule
 from rapid_infer.layers.norm import RMSNorm
-from rapid_infer.layers.parameter import Part, Placement
 from rapid_infer.layers.rope import RopeConfig, rope_table
-from rapid_infer.quant.param_spec import ParamSpec
 
 LATENT_EPS = 1e-6
 """Of the norms of both latents, whatever `rms_norm_eps` says: the published models were trained so."""
@@ -46,36 +44,31 @@ class LatentAttentionConfig:
         return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * self.rope.score_factor
 
 
-class LatentUpProjection(LayerModule):
-    """weight `[heads * (nope + v), rank]`: each head's key matrix, then its value matrix; cut by heads.
+class LatentUpProjection(MatrixModule):
+    """W `[heads * (nope + v), rank]`: each head's key matrix, then its value matrix; cut by heads.
 
-    Decoding multiplies queries and results by it instead of the cached latents (absorption), so it is no linear layer:
-    after loading, `key` `[heads, nope, rank]` and `value` `[heads, rank, v]` are views of it.
+    Decoding multiplies queries and results by it instead of the cached latents (absorption), so its format is asked for
+    the matrix itself: after loading, `matrix` is W in the model's dtype, and `key` `[heads, nope, rank]` and `value`
+    `[heads, rank, v]` are views of it.
     """
 
     def __init__(self, ctx: BuildContext, heads: int, nope: int, v: int, rank: int) -> None:
-        super().__init__()
-        self.nope = nope
+        layout, quant = MatrixLayout((cut(ctx, None, heads * (nope + v)),), whole(None, rank)), ctx.quant_method()
+        super().__init__(ctx, layout, quant.params(ctx.dtype))
+        self.quant, self.nope = quant, nope
         self.heads = ctx.parallel.split(heads, "num_attention_heads")
-        self.layout = MatrixLayout((cut(ctx, None, heads * (nope + v)),), whole(None, rank))
-        self.spec = ParamSpec(ctx.dtype)
-        self.weight = self.layout.parameter(self.spec, f"{ctx.name}.weight")
-        self.key = self.value = torch.empty(0)
-
-    def parts(self, leaf: str) -> tuple[Part, ...]:
-        return self.layout.parts
-
-    def placement(self, leaf: str, part: Part, expert: int | None = None) -> Placement | None:
-        if leaf != "weight" or expert is not None:
-            raise KeyError(leaf)
-        return self.layout.placement(self.weight, self.spec, part)
+        self.matrix = self.key = self.value = torch.empty(0)
 
     def forward(self, latent: Tensor) -> Tensor:
         """`[tokens, rank]` -> keys and values `[tokens, heads, nope + v]`."""
-        return F.linear(latent, self.weight).unflatten(1, (self.heads, -1))
+        return F.linear(latent, self.matrix).unflatten(1, (self.heads, -1))
 
     def finalize_weights(self) -> None:
-        by_head = self.weight.data.unflatten(0, (self.heads, -1))
+        self.matrix = self.quant.dequantize(self)
+        for param in self.parameters():
+            if param.untyped_storage().data_ptr() != self.matrix.untyped_storage().data_ptr():
+                param.data = torch.empty(0, dtype=param.dtype, device=param.device)
+        by_head = self.matrix.unflatten(0, (self.heads, -1))
         self.key, self.value = by_head[:, : self.nope], by_head[:, self.nope :].transpose(1, 2)
 
 

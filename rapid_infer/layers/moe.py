@@ -12,11 +12,10 @@ from rapid_infer.errors import ConfigError
 from rapid_infer.layers.batch import ForwardBatch
 from rapid_infer.layers.context import BuildContext
 from rapid_infer.layers.layout import ExpertAxis, MatrixLayout, cut, whole
+from rapid_infer.layers.matrix import MatrixModule
 from rapid_infer.layers.mlp import GatedMLP
 from rapid_infer.layers.module import LayerModule
-from rapid_infer.layers.parameter import Part, Placement
 from rapid_infer.ops.route_experts import SCORING
-from rapid_infer.quant.param_spec import ParamSpec
 
 
 @dataclass(frozen=True)
@@ -86,50 +85,30 @@ class Router(LayerModule):
         )
 
 
-class ExpertMatrices(LayerModule):
-    """weight `[local experts, parts * out, in]`: one matrix of each expert, part after part.
-
-    `slots[e]` is where expert e is kept, below zero when another rank has it. A tensor of one expert is cut along `out`
-    over the tensor-parallel ranks, or along `in` with `cut_input`; a tensor of all experts likewise.
-    """
-
-    def __init__(
-        self,
-        ctx: BuildContext,
-        slots: Sequence[int],
-        names: tuple[Part, ...],
-        out_features: int,
-        in_features: int,
-        cut_input: bool,
-    ) -> None:
-        super().__init__()
-        what = "features of an expert"
-        outs = (whole(name, out_features) if cut_input else cut(ctx, name, out_features, what) for name in names)
-        ins = cut(ctx, None, in_features, what) if cut_input else whole(None, in_features)
-        self.layout, self.experts = MatrixLayout(tuple(outs), ins), ExpertAxis(tuple(slots))
-        self.spec = ParamSpec(ctx.dtype)
-        self.weight = self.layout.parameter(self.spec, f"{ctx.name}.weight", self.experts.local)
-
-    def parts(self, leaf: str) -> tuple[Part, ...]:
-        return self.layout.parts
-
-    def placement(self, leaf: str, part: Part, expert: int | None = None) -> Placement | None:
-        if leaf != "weight":
-            raise KeyError(leaf)
-        return self.experts.placement(self.layout.placement(self.weight, self.spec, part), expert)
-
-
-class Experts(nn.Module):
+class Experts(LayerModule):
     """The routed experts of this rank: gate_up_proj `[local, 2 * size, hidden]`, down_proj `[local, hidden, size]`.
 
     `slots` maps each expert to its place in them (logical to physical), below zero for one that another rank keeps.
+    Every expert is cut over the tensor-parallel ranks along `size`.
     """
 
     def __init__(self, ctx: BuildContext, hidden_size: int, intermediate_size: int, slots: Sequence[int]) -> None:
         super().__init__()
+        self.quant = ctx.quant.experts(ctx.name)
+        specs, axis, what = self.quant.params(ctx.dtype), ExpertAxis(tuple(slots)), "features of an expert"
         up, down = ctx.sub("gate_up_proj"), ctx.sub("down_proj")
-        self.gate_up_proj = ExpertMatrices(up, slots, (0, 1), intermediate_size, hidden_size, cut_input=False)
-        self.down_proj = ExpertMatrices(down, slots, (None,), hidden_size, intermediate_size, cut_input=True)
+        halves = tuple(cut(up, name, intermediate_size, what) for name in (0, 1))
+        self.gate_up_proj = MatrixModule(up, MatrixLayout(halves, whole(None, hidden_size)), specs, axis)
+        inputs = cut(down, None, intermediate_size, what)
+        self.down_proj = MatrixModule(down, MatrixLayout((whole(None, hidden_size),), inputs), specs, axis)
+        self.quant.bind(self, ctx)
+
+    def finalize_weights(self) -> None:
+        self.quant.finalize(self)
+
+    def forward(self, x: Tensor, weights: Tensor, slots: Tensor, shared: Tensor | None) -> Tensor:
+        """See the op fused_experts."""
+        return self.quant.apply(self, x, weights, slots, shared)
 
 
 class MoE(LayerModule):
@@ -155,13 +134,9 @@ class MoE(LayerModule):
         self.shared_experts: GatedMLP | None = None
         if shared_size is not None:
             self.shared_experts = GatedMLP(ctx.sub("shared_experts"), hidden_size, shared_size, reduce=False)
-        self._run = ctx.op(
-            "fused_experts", experts=len(slots), hidden_size=hidden_size, intermediate_size=intermediate_size
-        )
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         live = None if batch.live is None else batch.match_tokens(batch.live, x)
         weights, slots = self.gate(x, live)
         shared = None if self.shared_experts is None else self.shared_experts(x)
-        gate_up, down = self.experts.gate_up_proj.weight, self.experts.down_proj.weight
-        return self.parallel.all_reduce(self._run(x, gate_up, down, weights, slots, shared))
+        return self.parallel.all_reduce(self.experts(x, weights, slots, shared))

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from rapid_infer.errors import ConfigError
+from rapid_infer.errors import ConfigError, PluginError
 from rapid_infer.ops.registry import BoundOp
 from rapid_infer.quant.param_spec import ParamSpec
 from rapid_infer.registry import EntryPointTable
@@ -20,14 +20,14 @@ class OpContext(Protocol):
     def op(self, name: str, **facts: Any) -> BoundOp: ...
 
 
-class QuantMethod(Protocol):
-    """How one linear layer stores and applies its weight.
-
-    A method may also have `gated(ctx)`: see `PlainMethod`, whose products a gated layer can have fused.
-    """
+class WeightFormat(Protocol):
+    """How a layer stores its weights; the layer lays them out, cuts them over ranks and has them loaded."""
 
     def params(self, dtype: torch.dtype) -> Mapping[str, ParamSpec]:
-        """The parameters by leaf name ("weight", "weight_scale_inv", ...); `dtype` is that of activations."""
+        """The parameters of a matrix by leaf name ("weight", "weight_scale_inv", ...); `dtype` is that of activations.
+
+        Experts have them in `gate_up_proj` and in `down_proj`, with a dimension of experts before the others.
+        """
         ...
 
     def bind(self, layer: nn.Module, ctx: OpContext) -> None:
@@ -37,22 +37,72 @@ class QuantMethod(Protocol):
         """
         ...
 
-    def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
-        """`x [tokens, in] -> [tokens, out]`, without bias."""
-        ...
-
     def finalize(self, layer: nn.Module) -> None:
         """Repack once all weights are in place."""
         ...
 
 
+class QuantMethod(WeightFormat, Protocol):
+    """How one linear layer stores and applies its weight.
+
+    A method may also have `gated(ctx)`: see `PlainMethod`, whose products a gated layer can have fused.
+    """
+
+    def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """`x [tokens, in] -> [tokens, out]`, without bias."""
+        ...
+
+    def dequantize(self, layer: nn.Module) -> Tensor:
+        """The matrix `[out, in]` in the dtype of activations, once all weights are in place.
+
+        For a layer that needs the matrix itself (the latent up-projection, which is absorbed): it calls neither `bind`
+        nor `finalize` nor `apply`, and gives its parameters up afterwards.
+        """
+        ...
+
+
+class ExpertsMethod(WeightFormat, Protocol):
+    """How the routed experts of one layer are stored and applied; `layer` has `gate_up_proj` and `down_proj`."""
+
+    def apply(self, layer: nn.Module, x: Tensor, weights: Tensor, slots: Tensor, shared: Tensor | None) -> Tensor:
+        """As the op fused_experts."""
+        ...
+
+
+class HeadMethod(WeightFormat, Protocol):
+    """How a language-model head is stored and applied."""
+
+    def logits(self, layer: nn.Module, hidden: Tensor) -> Tensor:
+        """`hidden [n, in]` -> scores fp32 `[n, this rank's vocabulary]`."""
+        ...
+
+    def argmax(self, layer: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """(best score fp32 `[n]`, its row int64 `[n]`); the score is not finite where a row has NaN."""
+        ...
+
+    def packed_bytes(self, layer: nn.Module) -> int:
+        """Bytes that `finalize` adds to those of the parameters."""
+        ...
+
+
 class QuantScheme(Protocol):
-    """A checkpoint's whole scheme: which method each module uses."""
+    """A checkpoint's whole scheme: how each module stores and applies its weights, by the module's dotted name.
+
+    One that leaves experts or the head as they are derives from `PlainScheme`.
+    """
 
     name: str
 
     def method(self, module: str) -> QuantMethod:
-        """The method for the linear layer with this dotted name."""
+        """Of a linear layer, or the latent up-projection `kv_b_proj`."""
+        ...
+
+    def experts(self, module: str) -> ExpertsMethod:
+        """Of the experts of a layer, "layers.3.mlp.experts"."""
+        ...
+
+    def head(self, module: str) -> HeadMethod:
+        """Of a head that is not tied to the embedding."""
         ...
 
 
@@ -60,7 +110,7 @@ def select_scheme(quantization_config: Mapping[str, Any] | None) -> QuantScheme:
     """The scheme for a checkpoint. ConfigError, naming method and supported ones, when none is installed for it.
 
     Schemes are classes with `from_config(dict)`, found under the entry-point group `rapid_infer.quantization` by
-    `quant_method`.
+    `quant_method`. PluginError for one that is no `QuantScheme`.
     """
     from rapid_infer.quant.plain import PlainScheme
 
@@ -75,5 +125,11 @@ def select_scheme(quantization_config: Mapping[str, Any] | None) -> QuantScheme:
             f"supports (supported: {supported}); use an unquantized checkpoint or "
             f"install a package for {method!r}"
         )
-    scheme: Any = table.load(table.lookup(method))
-    return scheme.from_config(quantization_config)
+    cls: Any = table.load(table.lookup(method))
+    scheme = cls.from_config(quantization_config)
+    if missing := [name for name in ("method", "experts", "head") if not callable(getattr(scheme, name, None))]:
+        raise PluginError(
+            f"quant_method={method!r}: {cls.__module__}:{cls.__qualname__} has no {', no '.join(missing)}; expected a "
+            "QuantScheme, which may derive from PlainScheme for what it leaves unquantized"
+        )
+    return scheme

@@ -28,15 +28,15 @@ def record_logits(llm: LLM) -> Iterator[list[torch.Tensor]]:
     recorded: list[torch.Tensor] = []
     original = head.logits
 
-    def logits(hidden: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
-        scores = original(hidden, rows)
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        scores = original(hidden)
         recorded.append(scores.detach().clone())
         return scores
 
     def argmax(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # The head's own may never compute the scores of all tokens.
         value, index = logits(hidden).max(dim=-1)
-        return value, index + head.start
+        return value, index + head.layout.outs[0].start
 
     head.logits, head.argmax = logits, argmax
     try:

@@ -17,7 +17,7 @@ from rapid_infer.device import available_host_memory, gpu_facts
 from rapid_infer.errors import ConfigError, PluginError
 from rapid_infer.layers.attention import CachedModule
 from rapid_infer.layers.context import BuildContext
-from rapid_infer.layers.linear import Linear
+from rapid_infer.layers.matrix import MatrixModule
 from rapid_infer.loader import LoadReport, finalize, load_dummy, load_weights, terminal_bar
 from rapid_infer.models.checkpoint import Checkpoint
 from rapid_infer.ops.registry import OpResolver
@@ -72,7 +72,7 @@ def build_model(
 def _check_names(model: nn.Module) -> None:
     """Quantization and errors go by the name in the context, so it must be where the module stands."""
     for name, module in model.named_modules():
-        if isinstance(module, Linear) and module.ctx_name != name:
+        if isinstance(module, MatrixModule) and module.ctx_name != name:
             raise PluginError(
                 f"{type(model).__name__}: the layer at {name!r} was built with the context of {module.ctx_name!r}; "
                 f"pass ctx.sub(...) with the attribute's own name"

@@ -8,6 +8,7 @@ from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from rapid_infer.engine.step_plan import SamplingFeatures, StepPlan
@@ -121,7 +122,7 @@ def check_model(model: Any, config: Any, architecture: str) -> None:
         raise _error(architecture, who, f"weight_map is {_describe(model.weight_map)}, expected {WEIGHT_MAP}")
 
     def check(module: nn.Module, args: tuple[ForwardBatch, ...], hidden: object) -> None:
-        if fault := _hidden_fault(hidden, args[0], head.weight):
+        if fault := _hidden_fault(hidden, args[0], head.hidden_size, head.dtype):
             raise _error(architecture, who, fault)
         hook.remove()  # a module with hooks is called the slow way
 
@@ -157,29 +158,29 @@ def try_forward(runner: ModelRunner, architecture: str) -> None:
         raise PluginError(f"architecture {architecture!r}: {who}: the first forward raised {reason(error)}") from error
 
 
-def _hidden_fault(hidden: object, batch: ForwardBatch, weight: Tensor) -> str | None:
-    """`weight`: the head's, `[rows, hidden]`."""
-    tokens, width = batch.num_tokens, weight.shape[1]
+def _hidden_fault(hidden: object, batch: ForwardBatch, width: int, dtype: torch.dtype) -> str | None:
+    """`width` and `dtype` are what the head takes."""
+    tokens = batch.num_tokens
     asked = tokens if batch.logits_indices is None else len(batch.logits_indices)
     shapes = ([tokens, width], [asked, width])
-    if isinstance(hidden, Tensor) and hidden.dtype == weight.dtype and list(hidden.shape) in shapes:
+    if isinstance(hidden, Tensor) and hidden.dtype == dtype and list(hidden.shape) in shapes:
         return None
     return (
         f"forward returned {_describe(hidden)}, expected hidden states, which the head makes logits of: a Tensor "
-        f"[num_tokens, hidden] = [{tokens}, {width}] in {_name(weight)}"
+        f"[num_tokens, hidden] = [{tokens}, {width}] in {_name(dtype)}"
     )
 
 
 def _describe(value: object) -> str:
     if isinstance(value, Tensor):
-        return f"a Tensor {list(value.shape)} in {_name(value)}"
+        return f"a Tensor {list(value.shape)} in {_name(value.dtype)}"
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)}: {', '.join(map(_describe, value))}"
     return "None" if value is None else f"a value of type {type(value).__name__}"
 
 
-def _name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _who(cls: type, architecture: str) -> str:

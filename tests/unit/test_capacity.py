@@ -136,17 +136,17 @@ def test_a_packed_head_counts_as_the_second_copy_it_is(checkpoint: Checkpoint, m
     assert memory_need(model, 199, replace(config, device="cuda"), Room(GIB, "")).weights == before
 
 
-@pytest.mark.parametrize("op", ["_scores", "_best"])
+@pytest.mark.parametrize("op", ["scores", "best"])
 def test_packed_bytes_are_those_of_distinct_layouts(checkpoint: Checkpoint, op: str) -> None:
     head = build_model(ModelRegistry.resolve(checkpoint.architecture), checkpoint, resolved(), "cpu").model.head
-    head._scores.prepare = head._best.prepare = None
+    head.quant.scores.prepare = head.quant.best.prepare = None
     assert head.packed_bytes == 0
-    getattr(head, op).prepare = torch.clone
+    getattr(head.quant, op).prepare = torch.clone
     assert head.packed_bytes == head.weight.nbytes
-    head._scores.prepare = head._best.prepare = torch.clone
+    head.quant.scores.prepare = head.quant.best.prepare = torch.clone
     assert head.packed_bytes == head.weight.nbytes
     head.finalize_weights()
-    assert sum(copy.nbytes for copy in head._packed.values()) == head.packed_bytes
+    assert sum(copy.nbytes for copy in head.quant.packed.values()) == head.packed_bytes
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
