@@ -21,10 +21,10 @@ from rapid_infer.frontend import InputProcessor, OutputProcessor, Prompt
 from rapid_infer.ipc import messages
 from rapid_infer.ipc.launch import GRACE, EngineProcess
 from rapid_infer.ipc.messages import Abort, Died, GetStats, Outputs, RequestRefused, ResetPrefixCache, Stats, Stop
-from rapid_infer.llm_engine import locate
 from rapid_infer.outputs import RequestOutput, RequestOutputKind
 from rapid_infer.params import SamplingParams
 from rapid_infer.processes.channel import AsyncChannel, frame
+from rapid_infer.startup import locate
 from rapid_infer.text import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import gc
-import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rapid_infer.config import CheckpointFacts, EngineArgs, EngineConfig
-from rapid_infer.engine.core import INTERRUPTED, EngineCore
+from rapid_infer.config import EngineArgs
+from rapid_infer.engine.core import INTERRUPTED
 from rapid_infer.engine.request import Request
 from rapid_infer.engine.results import StepOutputs
-from rapid_infer.errors import ConfigError, EngineDeadError
+from rapid_infer.errors import EngineDeadError
 from rapid_infer.exclusive import Exclusive, exclusive
-from rapid_infer.frontend import EngineFacts, InputProcessor, OutputProcessor, Prompt
-from rapid_infer.models.checkpoint import Checkpoint, read_checkpoint
+from rapid_infer.frontend import InputProcessor, OutputProcessor, Prompt
 from rapid_infer.outputs import CompletionOutput, FinishReason, RequestOutput, RequestOutputKind
 from rapid_infer.params import SamplingParams, defaults_of
-from rapid_infer.profiling import span, traced
-from rapid_infer.registry import Entry, ModelRegistry
-from rapid_infer.text import Tokenizer
-from rapid_infer.worker.kernel_compiler import KernelCompiler
+from rapid_infer.profiling import span
+from rapid_infer.startup import locate, start_engine
 
-logger = logging.getLogger(__name__)
-
-__all__ = ["LLMEngine", "Prompt", "build_core", "configure", "engine_facts", "locate"]
+__all__ = ["LLMEngine", "Prompt"]
 
 NewRequest = tuple[str, Prompt, SamplingParams | None]
 
@@ -58,12 +51,10 @@ class LLMEngine(Exclusive):
         super().__init__()
         self.args = EngineArgs.from_kwargs(**kwargs)
         self.checkpoint, entry = locate(model, self.args)
-        with KernelCompiler(self.checkpoint.path, entry, self.args) as compiler:
-            # Before the weights, which take far longer.
-            self.tokenizer = None if self.args.skip_tokenizer_init else Tokenizer(self.checkpoint.path)
-            self.core, self.config = build_core(self.checkpoint, entry, self.args, compiler)
+        started = start_engine(self.checkpoint, entry, self.args, with_tokenizer=not self.args.skip_tokenizer_init)
+        self.core, self.config, self.tokenizer = started.core, started.config, started.tokenizer
         self.executor: Any = self.core.executor
-        self.inputs = InputProcessor(engine_facts(self.core, self.config, self.checkpoint), self.tokenizer)
+        self.inputs = InputProcessor(started.facts, self.tokenizer)
         self.outputs = OutputProcessor(self.tokenizer)
         self._open: dict[str, _Open] = {}
         self._failed: list[RequestOutput] = []
@@ -209,82 +200,3 @@ class LLMEngine(Exclusive):
     def _close(self) -> None:
         self._closed = True
         self.core.close()
-
-
-@traced("llm_engine.locate")
-def locate(model: str | os.PathLike[str], args: EngineArgs) -> tuple[Checkpoint, Entry]:
-    """The model's files, and the plugin entry that serves them; imports no plugin and loads no weights."""
-    from rapid_infer import hub
-
-    if isinstance(model, os.PathLike):
-        # A path never means a name on a hub.
-        path = os.path.abspath(model)
-        if not os.path.isdir(path):
-            raise ConfigError(f"model {os.fspath(model)!r} is a path, but no directory is there: give text for a hub")
-        model = path
-    if not isinstance(model, str) or not model:
-        raise ConfigError(f"model must be a directory, a name such as 'Qwen/Qwen3-8B', or 'demo', got {model!r:.80}")
-    checkpoint = read_checkpoint(hub.resolve(model, revision=args.revision, hub=args.hub))
-    return checkpoint, ModelRegistry.lookup(checkpoint.architecture, args.model_plugin)
-
-
-@traced("llm_engine.configure")
-def configure(checkpoint: Checkpoint, entry: Entry, args: EngineArgs) -> tuple[Any, EngineConfig]:
-    """The plugin's model class and the engine's configuration, every "auto" decided."""
-    with span("llm_engine.imports"):
-        from rapid_infer.device import probe
-        from rapid_infer.worker.contract import check_class, read_config
-
-        model_class = ModelRegistry.load(entry)
-        check_class(model_class, entry)
-    with span("llm_engine.device"):
-        device = probe(args.device)
-    with span("llm_engine.config"):
-        model_config = read_config(model_class, checkpoint)
-    facts = CheckpointFacts(model_config.max_position_embeddings, checkpoint.dtype)
-    return model_class, args.resolve(facts, device)
-
-
-def build_core(
-    checkpoint: Checkpoint, entry: Entry, args: EngineArgs, compiler: KernelCompiler
-) -> tuple[EngineCore, EngineConfig]:
-    """A loaded model in this process, with the engine that drives it."""
-    with _all_kept():
-        model_class, config = configure(checkpoint, entry, args)
-        for note in config.notes:
-            logger.info("%s", note)
-        from rapid_infer.executors import InProcessExecutor
-
-        core = EngineCore(config, InProcessExecutor(model_class, checkpoint, config, compiler))
-    return core, config
-
-
-@contextmanager
-def _all_kept() -> Iterator[None]:
-    """What is made inside stays for good: keep the garbage collector from walking over it again and again.
-
-    Afterwards that would be 3 % of a small model's time.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-    gc.collect()
-    gc.freeze()
-
-
-def engine_facts(core: EngineCore, config: EngineConfig, checkpoint: Checkpoint) -> EngineFacts:
-    """What a front must know of this engine."""
-    return EngineFacts(
-        architecture=core.info.architecture,
-        dtype=core.info.dtype,
-        device=config.device,
-        vocab_size=core.info.vocab_size,
-        max_model_len=core.info.max_model_len,
-        stop_token_ids=checkpoint.stop_token_ids,
-        seed=config.model.seed,
-        enable_prefix_caching=config.cache.enable_prefix_caching,
-    )

@@ -20,7 +20,8 @@ from common.output import Report, command_line
 from common.schema import Result, RunSample
 from rapid_infer.config import EngineArgs, EngineConfig
 from rapid_infer.errors import ConfigError, EngineDeadError, RapidInferError
-from rapid_infer.llm_engine import LLMEngine, configure, locate
+from rapid_infer.llm_engine import LLMEngine
+from rapid_infer.startup import configure, locate
 
 BUSY_LOAD = 0.25
 """Load average per core from which a machine counts as busy."""
@@ -50,7 +51,7 @@ class Session:
     def config(self) -> EngineConfig:
         """What these options come to, before anything is loaded."""
         args = EngineArgs.from_kwargs(**self.kwargs)
-        return configure(*locate(self.model, args), args)[1]
+        return configure(*locate(self.model, args), args).config
 
     @contextmanager
     def open(self, **changes: Any) -> Iterator[tuple[LLMEngine, float]]:

@@ -69,16 +69,17 @@ def inspect(
 def examine(model: str, **kwargs: Any) -> Inspection:
     """Build `model` on the meta device and plan its loading. Keyword arguments as for `LLM`."""
     from rapid_infer.config import EngineArgs
-    from rapid_infer.llm_engine import configure, locate
     from rapid_infer.loader import Inventory, plan_load
+    from rapid_infer.startup import configure, locate
     from rapid_infer.worker.build import build_model, cache_groups
 
     args = EngineArgs.from_kwargs(**kwargs)
     checkpoint, entry = locate(model, args)
-    model_class, config = configure(checkpoint, entry, args)
+    found = configure(checkpoint, entry, args)
+    config = found.config
     # No table of positions is needed to look at shapes.
     short = replace(config, model=replace(config.model, max_model_len=1))
-    built = build_model(model_class, checkpoint, short, "meta")
+    built = build_model(found.cls, checkpoint, short, "meta", found.model_config)
     groups = cache_groups(built.model)
     per_token = sum(group.bytes_per_token() for group in groups)
     tensors: list[dict[str, Any]] = []

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from rapid_infer.cli import options
-from rapid_infer.errors import ConfigError
 
 
 def warm_up(
@@ -40,8 +39,7 @@ def warm_up(
     options.go_offline(offline)
     began = time.perf_counter()
     from rapid_infer.config import EngineArgs
-    from rapid_infer.llm_engine import configure, locate
-    from rapid_infer.worker.kernel_compiler import KernelCompiler, terminal_count
+    from rapid_infer.startup import compile_kernels, locate
 
     args = EngineArgs.from_kwargs(
         tensor_parallel_size=tensor_parallel_size,
@@ -56,25 +54,12 @@ def warm_up(
         revision=revision,
     )
     checkpoint, entry = locate(model, args)
-    with KernelCompiler(checkpoint.path, entry, args) as compiler:
-        model_class, config = configure(checkpoint, entry, args)
-        import torch
-
-        from rapid_infer.device import gpu_facts
-
-        gpu = gpu_facts(torch.device(config.device))
-        if gpu is None or compiler.kernels is None:
-            raise ConfigError(
-                f"warm-up compiles kernels for a GPU, and this process sees {'none' if gpu is None else 'no Triton'}; "
-                f"run it on a machine with a GPU of the kind that will run the model"
-            )
-        ready = compiler.kernels.complete(gpu)
-        compiler.aim(config, model_class.read_config(checkpoint.hf_config), gpu)
-        done = compiler.wait(terminal_count)
-    where = f"{checkpoint.architecture} on {gpu.name} in {compiler.kernels.cache}"
+    done = compile_kernels(checkpoint, entry, args)
     if done.error is not None:
         print(f"error: not all kernels could be compiled: {done.error}", file=sys.stderr)
         return 1
-    counted = "all kernels were there" if ready else f"{done.total} kernels, {time.perf_counter() - began:.1f} s"
-    print(f"{where}: {counted}")
+    counted = (
+        "all kernels were there" if done.ready else f"{done.num_kernels} kernels, {time.perf_counter() - began:.1f} s"
+    )
+    print(f"{checkpoint.architecture} on {done.gpu} in {done.cache}: {counted}")
     return 0

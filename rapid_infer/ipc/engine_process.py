@@ -21,12 +21,11 @@ from rapid_infer.engine.results import StepOutputs
 from rapid_infer.errors import EngineDeadError, RapidInferError, RequestError
 from rapid_infer.ipc import messages
 from rapid_infer.ipc.messages import Abort, AddRequest, FromEngine, GetStats, ResetPrefixCache, Start, Stop, ToEngine
-from rapid_infer.llm_engine import build_core, engine_facts
 from rapid_infer.models.checkpoint import read_checkpoint
 from rapid_infer.params import defaults_of
 from rapid_infer.processes.channel import Channel
 from rapid_infer.processes.launch import take_over
-from rapid_infer.worker.kernel_compiler import KernelCompiler
+from rapid_infer.startup import start_engine
 
 logger = logging.getLogger(__name__)
 
@@ -132,17 +131,15 @@ def start(channel: Channel, message: Start) -> EngineCore | None:
     try:
         checkpoint = read_checkpoint(message.path)
         args = EngineArgs.from_kwargs(**message.args)
-        with KernelCompiler(checkpoint.path, message.entry, args) as compiler:
-            core, config = build_core(checkpoint, message.entry, args, compiler)
-        facts = engine_facts(core, config, checkpoint)
-        payload = messages.Ready(facts, defaults_of(checkpoint.generation))
+        started = start_engine(checkpoint, message.entry, args)
+        payload = messages.Ready(started.facts, defaults_of(checkpoint.generation))
     except BaseException as error:
         if not isinstance(error, RapidInferError):
             logger.exception("the engine did not start")
         _send(channel, messages.pack_failure(error))
         return None
     _send(channel, payload)
-    return core
+    return started.core
 
 
 def main(fd: int) -> int:

@@ -58,7 +58,7 @@ def test_bench_loading(tmp_path: Path) -> None:
     starts = found.metrics["starts"]
     assert len(starts) == 2
     names = [name for name, _, _ in starts[0]["phases"]]
-    assert {"interpreter", "import rapid_infer", "llm_engine.configure", "worker.load_weights", "first token"} <= set(
+    assert {"interpreter", "import rapid_infer", "startup.configure", "worker.load_weights", "first token"} <= set(
         names
     )
     for start in starts:

@@ -13,8 +13,9 @@ from tiny_chat import make_chat_model, make_run
 from rapid_infer import LLM, AsyncLLM, SamplingParams
 from rapid_infer.config import EngineArgs
 from rapid_infer.errors import ConfigError
-from rapid_infer.llm_engine import LLMEngine, configure, locate
+from rapid_infer.llm_engine import LLMEngine
 from rapid_infer.models import read_checkpoint
+from rapid_infer.startup import configure, locate
 from rapid_infer.text import Tokenizer
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")

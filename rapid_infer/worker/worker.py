@@ -1,0 +1,109 @@
+"""One rank: a model on its device, brought up in phases, between which ranks agree on what all must share."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+
+from rapid_infer.cache.budget import GIB
+from rapid_infer.config import EngineConfig
+from rapid_infer.device import set_num_threads
+from rapid_infer.models.checkpoint import Checkpoint
+from rapid_infer.profiling import traced
+from rapid_infer.worker import build
+from rapid_infer.worker.capacity import check_memory
+from rapid_infer.worker.contract import try_forward
+from rapid_infer.worker.memory import MemoryProfile, measure
+from rapid_infer.worker.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """`build`, `load`, `profile`, `allocate` and `capture`, in this order; then `runner` takes steps.
+
+    `cls` is the plugin's model class, `model_config` what its `read_config` returned.
+    """
+
+    built: build.BuiltModel
+    runner: ModelRunner
+
+    def __init__(self, cls: Any, model_config: Any, checkpoint: Checkpoint, config: EngineConfig) -> None:
+        self._cls, self._model_config, self._checkpoint, self._config = cls, model_config, checkpoint, config
+        self.device = torch.device(config.device)
+
+    def build(self) -> None:
+        """The model, its parameters not filled. ConfigError when it cannot fit the device."""
+        if self.device.type == "cpu":
+            set_num_threads(self._config.num_threads)
+        check_memory(self._cls, self._checkpoint, self._config)
+        self.built = build.build_model(self._cls, self._checkpoint, self._config, self.device, self._model_config)
+        self.groups = build.cache_groups(self.built.model)
+
+    def load(self) -> None:
+        """Fill the parameters, and make the tables of the rows. WeightError."""
+        build.load(self.built, self._checkpoint, self._config)
+        config = self._config
+        self.runner = ModelRunner(
+            self.built.model,
+            self.device,
+            self.built.ops,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_model_len=config.model.max_model_len,
+            block_size=config.cache.block_size,
+            num_groups=len(self.groups),
+            queue_depth=config.scheduler.queue_depth,
+            vocab_size=self.built.config.vocab_size,
+        )
+
+    @traced("worker.profile_memory")
+    def profile(self) -> MemoryProfile | None:
+        """What the largest step takes, with all kernels there; None for a CPU, where nothing is measured."""
+        if self.device.type != "cuda":
+            return None
+        build.allocate_caches(self.built.model, 2, self._config.cache.block_size, self.device)
+        profile = measure(self.runner, self._config)
+        logger.info("%s", profile)
+        return profile
+
+    def allocate(self, num_blocks: int) -> None:
+        """The caches, the same number of blocks on every rank. PluginError when a first forward fails."""
+        build.allocate_caches(self.built.model, num_blocks, self._config.cache.block_size, self.device)
+        if self.device.type != "cuda":
+            # Elsewhere the largest step was the first.
+            try_forward(self.runner, self._checkpoint.architecture)
+
+    @traced("worker.capture_graphs")
+    def capture(self) -> None:
+        """Record steps, where they are to be replayed."""
+        if not self._config.cuda_graphs:
+            return
+        started, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
+        self.runner.capture(self._config.scheduler.max_num_batched_tokens)
+        assert self.runner.graphs is not None
+        logger.info(
+            "CUDA graphs: %d for decode steps of up to %d rows, %d for mixed ones, recorded in %.1f s, %.2f GiB",
+            self.runner.graphs.recorded["decode"],
+            self.runner.table.dummy,
+            self.runner.graphs.recorded["mixed"],
+            time.perf_counter() - started,
+            (free - torch.cuda.mem_get_info()[0]) / GIB,
+        )
+
+    def healthy(self) -> bool:
+        """Whether the device still answers after a failed step; waits for what it is at."""
+        try:
+            torch.zeros(1, device=self.device).item()
+        except RuntimeError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Drop model, graphs and caches."""
+        self.runner.close()
+        self.built.model = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
