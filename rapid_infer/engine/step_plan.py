@@ -141,6 +141,11 @@ class StepPlan:
     max_context_len: int | None = None
 
     @property
+    def is_decode(self) -> bool:
+        """Whether every row has one token, which the device knows, and gets another."""
+        return self.max_query_len == 1 and len(self.sampled) == len(self.rows) and not len(self.tokens)
+
+    @property
     def num_decodes(self) -> int:
         """Rows of one token."""
         return int(np.count_nonzero(self.query_lens == 1)) if self.max_query_len > 1 else len(self.rows)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rapid_infer.engine.step_plan import SamplingFeatures, StepPlan
+from rapid_infer.engine.step_plan import PromptScores, SamplingFeatures, StepPlan
 from rapid_infer.errors import ConfigError, PluginError, RapidInferError
 from rapid_infer.layers.batch import ForwardBatch
 from rapid_infer.layers.decoder import DecoderModel
@@ -130,11 +130,11 @@ def check_model(model: Any, config: Any, architecture: str) -> None:
 
 
 def try_forward(runner: ModelRunner, architecture: str) -> None:
-    """A forward of two tokens in the dummy row: what is wrong with it shows now, not in a user's request.
+    """A forward of two tokens, where a step may have two, in the dummy row: what is wrong shows before a request comes.
 
     PluginError for what `check_model` finds, or with the cause attached.
     """
-    count = min(2, runner.max_model_len)
+    count = min(2, runner.max_model_len, runner.mailbox.layout.max_tokens)
     none = np.zeros(0, np.int32)
     plan = StepPlan(
         step=0,
@@ -148,9 +148,13 @@ def try_forward(runner: ModelRunner, architecture: str) -> None:
         max_query_len=count,
         max_seq_len=count,
         num_tokens=count,
+        # So that hidden states of both tokens are asked for.
+        prompt_scores=PromptScores(none, none, 0),
     )
     try:
         runner.launch_forward(plan)
+        # The padding row has no tokens.
+        runner.table.length.zero_()
     except (RapidInferError, MemoryError):
         raise
     except Exception as error:

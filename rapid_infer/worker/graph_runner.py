@@ -1,4 +1,4 @@
-"""Steps as two CUDA graphs: `forward`, from the request table to hidden states, and `finish`, to the tokens.
+"""Records the step program as two CUDA graphs a step, `forward` and `finish`, and replays them.
 
 Neither needs the host, and nothing in their keys or launches depends on a sequence's length. Decode steps, one token
 for every row, are recorded by number of rows; mixed steps, which hold longer queries too, by number of tokens. Where
@@ -11,26 +11,19 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain, product, takewhile
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rapid_infer.engine.step_plan import SamplingFeatures, StepPlan
 from rapid_infer.layers.attention import CachedModule
-from rapid_infer.layers.batch import ForwardBatch
 from rapid_infer.layers.stack import distinct_layers
-from rapid_infer.ops.attention_metadata import AttentionMetadata
-from rapid_infer.ops.registry import OpResolver
-from rapid_infer.worker.finish import Chosen, choose
 from rapid_infer.worker.graph_recorder import Recorder
 from rapid_infer.worker.logprobs import Logprobs
-from rapid_infer.worker.mailbox import Mailbox
-from rapid_infer.worker.request_table import RequestTable
-from rapid_infer.worker.sampler import SamplingOps
+from rapid_infer.worker.program import Sampled, StepProgram, StepShape
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +32,8 @@ USUAL = (GREEDY, SamplingFeatures(random=True), SamplingFeatures(random=True, tr
 """How tokens are chosen where nothing special is asked for: recorded at the start."""
 DECODE, MIXED, FRESH = "decode", "mixed", "fresh"
 
-T = TypeVar("T")
+Key = tuple[str, int, int]
+"""(kind, rows or tokens of a forward graph, rows of a finish graph)"""
 
 
 def row_buckets(limit: int) -> list[int]:
@@ -64,18 +58,6 @@ def _fit(sizes: list[int]) -> list[int]:
     return list(chain.from_iterable([size] * (size - low) for low, size in zip([-1, *sizes], sizes)))
 
 
-@dataclass(frozen=True)
-class _Sampled:
-    """Where a forward leaves hidden states, row numbers and total lengths of the rows that get a token."""
-
-    hidden: Tensor
-    rows: Tensor
-    lengths: Tensor
-
-    def first(self, n: int) -> _Sampled:
-        return _Sampled(self.hidden[:n], self.rows[:n], self.lengths[:n])
-
-
 @dataclass
 class LateGraphs:
     """Graphs that were recorded while requests waited, and the seconds that took the host."""
@@ -89,36 +71,18 @@ class GraphRunner:
     after `capture`.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        table: RequestTable,
-        mailbox: Mailbox,
-        ops: OpResolver,
-        recorder: Recorder,
-        *,
-        block_size: int,
-        max_model_len: int,
-    ) -> None:
-        self.model, self.table, self.mailbox = model, table, mailbox
-        self.block_size, self.max_model_len = block_size, max_model_len
-        self.replays: Counter[str] = Counter()
-        layout, device = mailbox.layout, table.length.device
-        self.sizes, self.token_sizes = row_buckets(layout.max_rows), token_buckets(layout.max_tokens)
+    def __init__(self, program: StepProgram, recorder: Recorder, *, max_tokens: int, max_model_len: int) -> None:
+        self.program, self.max_model_len = program, max_model_len
+        self.max_rows = program.mailbox.layout.max_rows
+        self.sizes, self.token_sizes = row_buckets(self.max_rows), token_buckets(max_tokens)
         self._row_bucket, self._token_bucket = _fit(self.sizes), _fit(self.token_sizes)
-        self._sampling = SamplingOps.bind(ops)
-        self._decode_inputs, self._mixed_inputs, self._commit = (
-            ops.bind(name, torch.int32) for name in ("decode_inputs", "mixed_inputs", "commit_tokens")
-        )
-        self._rows = torch.full((layout.max_rows,), table.dummy, dtype=torch.int64, device=device)
-        self._query_start = torch.arange(layout.max_rows + 1, dtype=torch.int32, device=device)
-        self._lengths = torch.zeros(layout.max_rows, dtype=torch.int32, device=device)
-        self._asks_for_context = asks_for_context(model)
-        self._mixed_sampled: _Sampled | None = None
-        self._forward: dict[tuple[str, int], tuple[torch.cuda.CUDAGraph, _Sampled]] = {}
+        self._asks_for_context = asks_for_context(program.model)
+        self._mixed_sampled: Sampled | None = None
+        self._forward: dict[tuple[str, int], tuple[torch.cuda.CUDAGraph, Sampled]] = {}
         self._finish: dict[Any, tuple[torch.cuda.CUDAGraph, Logprobs | None]] = {}
         self._recorder = recorder
         self._started = False
+        self.replays: Counter[str] = Counter()
         self.late = LateGraphs()
 
     @property
@@ -133,199 +97,119 @@ class GraphRunner:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Record every forward and its usual finishes, largest first: smaller ones fit into the same memory."""
+        """Record every forward and its usual finishes, largest first: smaller ones fit into the same memory.
+
+        No step may be in flight.
+        """
+        # What is run to warm up must move no row.
+        self.program.mailbox.clear()
         for size in reversed(self.token_sizes):
             for kind in self.kinds:
-                self.capture_mixed(kind, size)
+                self.capture_forward(kind, size)
         for size in reversed(self.sizes):
-            self.capture_decode(size)
+            self.capture_forward(DECODE, size)
             for kind, features in product((DECODE, MIXED), USUAL):
                 self.capture_finish(kind, size, features)
-        self.mailbox.resync()
+        self.program.mailbox.resync()
         self._started = True
         self._recorder.release_unused()
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether graphs can run this step."""
-        return plan.prompt_scores is None and plan.num_tokens <= self.mailbox.layout.max_tokens
+        return plan.prompt_scores is None and plan.num_tokens <= self.token_sizes[-1]
 
-    def shape_of(self, plan: StepPlan) -> tuple[str, int, int]:
-        """(kind, rows or tokens of its forward graph, rows of its finish graph) for a step.
-
-        The finish of a fresh step is a mixed one's.
-        """
-        # Tokens that the host knows come with a mixed step's letter alone.
-        if plan.max_query_len == 1 and len(plan.sampled) == len(plan.rows) and not len(plan.tokens):
+    def key_of(self, plan: StepPlan) -> Key:
+        """Which graphs run a step. The finish of a fresh step is a mixed one's."""
+        if plan.is_decode:
             size = self._row_bucket[len(plan.rows)]
             return DECODE, size, size
         kind = FRESH if self._asks_for_context and plan.max_context_len == 0 else MIXED
         return kind, self._token_bucket[plan.num_tokens], self._row_bucket[max(len(plan.sampled), 1)]
 
-    def launch(self, plan: StepPlan, *, mail_blocks: bool) -> tuple[int, Logprobs | None]:
-        """Start a step; its block updates are sent along, or have been applied. Returns its slot in the mailbox."""
-        slot = self.launch_forward(plan, mail_blocks=mail_blocks)
-        return slot, self.launch_finish(plan)
-
-    def launch_forward(self, plan: StepPlan, *, mail_blocks: bool) -> int:
-        """The first part of `launch`."""
-        blocks = plan.new_blocks if mail_blocks else ()
-        kind, size, _ = self.shape_of(plan)
-        forward = self._forward[kind, size]
-        if kind == DECODE:
-            slot = self.mailbox.send_decode(plan.rows, size, blocks)
-        else:
-            slot = self.mailbox.send_mixed(plan, blocks)
-        forward[0].replay()
+    def launch_forward(self, key: Key) -> None:
+        """Replay the first part of the step whose letter was written last."""
+        self._forward[key[:2]][0].replay()
         self.replays["forward"] += 1
-        return slot
 
-    def launch_finish(self, plan: StepPlan) -> Logprobs | None:
-        """The second part of `launch`."""
-        kind, _, rows = self.shape_of(plan)
-        finish = self._finish.get(self._key(kind, rows, plan.features))
+    def launch_finish(self, key: Key, features: SamplingFeatures) -> Logprobs | None:
+        """Replay the second part; the result lies where the next replay writes its own."""
+        kind, _, rows = key
+        finish = self._finish.get(self._finish_key(kind, rows, features))
         if finish is None:
-            finish = self.capture_finish(kind, rows, plan.features)
+            finish = self.capture_finish(kind, rows, features)
         finish[0].replay()
         self.replays["finish"] += 1
         return finish[1]
 
-    def _key(self, kind: str, size: int, features: SamplingFeatures) -> Any:
+    def _finish_key(self, kind: str, size: int, features: SamplingFeatures) -> Any:
         kind = DECODE if kind == DECODE else MIXED
         if features.logprobs is not None:
             # A graph for every number of alternatives would be too many; the host takes what it needs.
             count = next((n for n in (0, 5, 20) if n >= features.logprobs), features.logprobs)
             features = replace(features, logprobs=count)
-        return kind, size, features, self.table.tokens.signature if features.processed else None
+        return kind, size, features, self.program.table.tokens.signature if features.processed else None
 
-    def run_forward(self, size: int) -> tuple[Tensor, Tensor]:
-        """What a decode graph records: (hidden states `[size, hidden]`, total lengths `[size]`)."""
-        table, rows, mailbox = self.table, self._rows[:size], self.mailbox
-        ids, positions, lengths, slots = self._decode_inputs(
-            mailbox.mail,
-            mailbox.step,
-            table.block_tables,
-            table.last_token,
-            table.length,
-            rows,
-            mailbox.layout,
-            self.block_size,
-        )
-        attention = [
-            AttentionMetadata(
-                block_table=block_table,
-                rows=rows,
-                query_start=self._query_start[: size + 1],
-                seq_lens=lengths,
-                slots=slots[group],
-                max_query_len=1,
-                max_seq_len=self.max_model_len,
-                num_decodes=size,
-            )
-            for group, block_table in enumerate(table.block_tables)
-        ]
-        return self.model(ForwardBatch(ids, positions, attention, live=lengths)), lengths
+    def shape(self, kind: str, size: int) -> StepShape:
+        """What a forward of this kind is recorded for: the largest step there can be in so many rows or tokens."""
+        if kind == DECODE:
+            return StepShape(True, size, size, size, 1, self.max_model_len, size, None)
+        rows, context = self.max_rows, 0 if kind == FRESH else None
+        return StepShape(False, rows, size, rows, size, self.max_model_len, None, context)
 
-    def run_mixed(self, kind: str, size: int) -> _Sampled:
-        """What a mixed or fresh graph of `size` tokens records; the result lies in the same buffers for all of them."""
-        table, mailbox = self.table, self.mailbox
-        inputs = self._mixed_inputs(
-            mailbox.mail,
-            mailbox.step,
-            table.block_tables,
-            table.last_token,
-            table.length,
-            size,
-            mailbox.layout,
-            self.block_size,
-        )
-        attention = [
-            AttentionMetadata(
-                block_table=block_table,
-                rows=inputs.rows,
-                query_start=inputs.query_start,
-                seq_lens=inputs.seq_lens,
-                slots=inputs.slots[group],
-                max_query_len=size,
-                max_seq_len=self.max_model_len,
-                num_decodes=len(inputs.rows),
-                decodes=inputs.decodes,
-                max_context_len=0 if kind == FRESH else None,
-            )
-            for group, block_table in enumerate(table.block_tables)
-        ]
-        batch = ForwardBatch(
-            inputs.input_ids, inputs.positions, attention, live=inputs.live, logits_indices=inputs.last
-        )
-        hidden = batch.sampled(self.model(batch))
-        if self._mixed_sampled is None:
-            buffer = torch.empty(len(inputs.rows), hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
-            self._mixed_sampled = _Sampled(buffer, self._rows.clone(), self._lengths)
-        sampled = self._mixed_sampled
-        sampled.hidden.copy_(hidden)
-        sampled.rows.copy_(inputs.sampled_rows)
-        sampled.lengths.copy_(inputs.sampled_lens)
-        return sampled
+    def capture_forward(self, kind: str, size: int) -> None:
+        """Record a forward of `size` rows, one token each, or of `size` tokens."""
+        shape = self.shape(kind, size)
 
-    def capture_decode(self, size: int) -> None:
-        """Record a forward of `size` rows, one token each."""
-        what = f"forward of {size} rows"
-        graph, (hidden, lengths) = self._record_forward(what, lambda: self.run_forward(size))
-        self._forward[DECODE, size] = graph, _Sampled(hidden, self._rows[:size], lengths)
+        def run() -> Sampled:
+            sampled = self.program.forward(shape)
+            return sampled if shape.decode else self._keep(sampled)
 
-    def capture_mixed(self, kind: str, size: int) -> None:
-        """Record a forward of `size` tokens."""
-        self._forward[kind, size] = self._record_forward(
-            f"forward of {size} tokens", lambda: self.run_mixed(kind, size)
-        )
-
-    def _record_forward(self, what: str, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         def warm_up() -> None:
-            with distinct_layers(self.model):
+            with distinct_layers(self.program.model):
                 run()
 
+        what = f"forward of {size} {'rows' if shape.decode else 'tokens'}"
         try:
-            return self._recorder.record(what, run, warm_up)
+            recorded = self._recorder.record(what, run, warm_up)
         except RuntimeError as error:
             # A model may hide from us how its layers differ.
             logger.warning("%s; trying once more, with all layers run before", error)
-            return self._recorder.record(what, run)
+            recorded = self._recorder.record(what, run)
+        self._forward[kind, size] = recorded
+
+    def _keep(self, sampled: Sampled) -> Sampled:
+        """In the same buffers for all mixed forwards, so that a finish serves any of them."""
+        if self._mixed_sampled is None:
+            tensors = (sampled.hidden, sampled.rows, sampled.lengths)
+            self._mixed_sampled = Sampled(*map(torch.empty_like, tensors))
+        kept = self._mixed_sampled
+        kept.hidden.copy_(sampled.hidden)
+        kept.rows.copy_(sampled.rows)
+        kept.lengths.copy_(sampled.lengths)
+        return kept
 
     def capture_finish(
         self, kind: str, size: int, features: SamplingFeatures
     ) -> tuple[torch.cuda.CUDAGraph, Logprobs | None]:
         """Record how tokens are chosen after a forward of this kind for up to `size` rows."""
-        key = self._key(kind, size, features)
-        features, table = key[2], self.table
-        if kind != DECODE:
+        key = self._finish_key(kind, size, features)
+        features = key[2]
+        if kind == DECODE:
+            sampled = self._forward[kind, size][1]
+        else:
             assert self._mixed_sampled is not None
             sampled = self._mixed_sampled.first(size)
-        else:
-            sampled = self._forward[kind, size][1]
-
-        def select() -> Chosen:
-            return choose(
-                self.model.head, table, sampled.hidden, sampled.rows, sampled.lengths, features, self._sampling
-            )
 
         def run() -> Logprobs | None:
-            chosen = select()
-            if features.penalties:
-                table.tokens.count(sampled.rows, chosen.tokens)
-            self._commit(
-                sampled.rows,
-                chosen.tokens,
-                chosen.best,
-                table.last_token,
-                table.length,
-                self.mailbox.results,
-                self.mailbox.step,
-            )
-            return chosen.logprobs
+            return self.program.sample(sampled, features)
 
-        # At the start all rows are padding; later a commit that is not recorded would move real ones.
-        warm = select if self._started else run
+        def choose() -> object:
+            return self.program.choose(sampled, features)
+
+        # At the start all letters are empty; later a commit that is not recorded would move real rows.
+        warm_up = choose if self._started else run
         began = time.perf_counter()
-        recorded = self._recorder.record(f"finish of {size} rows with {features}", run, warm)
+        recorded = self._recorder.record(f"finish of {size} rows with {features}", run, warm_up)
         if self._started:
             self.late.count += 1
             self.late.seconds += time.perf_counter() - began

@@ -20,12 +20,11 @@ from rapid_infer.layers.stack import distinct_layers
 from rapid_infer.loader import finalize
 from rapid_infer.models.checkpoint import Checkpoint
 from rapid_infer.worker import build
-from rapid_infer.worker.eager_step import SCORED_AT_ONCE, EagerStep
 from rapid_infer.worker.graph_runner import DECODE, GREEDY, GraphRunner, asks_for_context
 from rapid_infer.worker.memory import largest_step
 from rapid_infer.worker.model_runner import make_mailbox
+from rapid_infer.worker.program import SCORED_AT_ONCE, StepProgram, StepShape
 from rapid_infer.worker.request_table import RequestTable
-from rapid_infer.worker.sampler import SamplingOps
 
 if TYPE_CHECKING:
     from rapid_infer.ops.providers.triton.precompile import Launch
@@ -78,39 +77,36 @@ class _Steps:
     def __post_init__(self) -> None:
         scheduler, self.max_model_len = self.config.scheduler, self.config.model.max_model_len
         self.max_rows, self.max_tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
-        groups, block_size = len(build.cache_groups(self.built.model)), self.config.cache.block_size
-        max_blocks = -(-self.max_model_len // block_size)
+        model, block_size = self.built.model, self.config.cache.block_size
+        groups, max_blocks = len(build.cache_groups(model)), -(-self.max_model_len // block_size)
         self.table = RequestTable(META, self.max_rows, groups, max_blocks, self.built.config.vocab_size)
+        mailbox = make_mailbox(self.table, self.max_tokens, block_size, scheduler.queue_depth + 1)
+        self.program = StepProgram(model, self.table, mailbox, self.built.ops, block_size)
 
     def run_graphs(self) -> None:
         """All that may ever be recorded."""
-        slots = self.config.scheduler.queue_depth + 1
-        mailbox = make_mailbox(self.table, self.max_tokens, self.config.cache.block_size, slots)
-        graphs = GraphRunner(
-            self.built.model,
-            self.table,
-            mailbox,
-            self.built.ops,
-            _Rehearsal(),
-            block_size=self.config.cache.block_size,
-            max_model_len=self.max_model_len,
-        )
+        graphs = GraphRunner(self.program, _Rehearsal(), max_tokens=self.max_tokens, max_model_len=self.max_model_len)
         # The largest kernels are among those of the largest step.
         for kind, size in product(graphs.kinds, reversed(graphs.token_sizes)):
-            graphs.capture_mixed(kind, size)
+            graphs.capture_forward(kind, size)
         for size in reversed(graphs.sizes):
-            graphs.capture_decode(size)
+            graphs.capture_forward(DECODE, size)
             # It makes no difference what kind of forward came before.
             for features in (*CHOICES, *(TRUNCATIONS if size in (1, self.max_rows) else ())):
                 graphs.capture_finish(DECODE, size, features)
 
     def run_eager(self) -> None:
         """Beside recorded steps, those that score prompts, and the one that measures memory."""
-        step = EagerStep(self.built.model, self.table, self.config.cache.block_size, SamplingOps.bind(self.built.ops))
         for plan in self._eager_plans():
-            arrays = [*step.arrays(plan), *RequestTable.delta(plan)]
-            inputs = step.inputs(plan, iter([torch.from_numpy(array).to(META) for array in arrays]))
-            step.finish(inputs, step.forward(inputs), plan)
+            self.table.apply(plan, iter([torch.from_numpy(array).to(META) for array in RequestTable.delta(plan)]))
+            scores, scored = plan.prompt_scores, None
+            if scores is not None:
+                scored = torch.from_numpy(scores.tokens).to(META).long()
+            sampled = self.program.forward(StepShape.of(plan, counted=False), scored)
+            self.program.sample(sampled, plan.features)
+            if scores is not None:
+                assert sampled.scored is not None
+                self.program.score(sampled.scored, torch.from_numpy(scores.targets).to(META).long(), scores.count)
 
     def _eager_plans(self) -> Iterator[StepPlan]:
         yield largest_step(self.max_rows, self.max_tokens, self.max_model_len)
@@ -119,14 +115,21 @@ class _Steps:
                 plan = replace(largest_step(rows, tokens, self.max_model_len), token_lists=None, features=GREEDY)
                 scored = np.arange(min(plan.num_tokens, SCORED_AT_ONCE), dtype=np.int32)
                 yield replace(plan, prompt_scores=PromptScores(scored, scored, 1))
-                if plan.num_decodes > 1:
+                several, longest = len(plan.rows) > 1, self.max_model_len
+                if several:
                     # Rows with a context may share parts of it.
-                    yield replace(plan, max_seq_len=self.max_model_len)
-                if plan.max_query_len > 1 and asks_for_context(self.built.model):
+                    yield replace(plan, max_seq_len=longest)
+                if asks_for_context(self.built.model):
                     yield replace(plan, max_context_len=0)
-                if not self.config.cuda_graphs:
-                    for features in (*CHOICES, *TRUNCATIONS) if plan.max_query_len == 1 else (GREEDY,):
-                        yield replace(plan, features=features)
+                if self.config.cuda_graphs:
+                    continue
+                yield plan
+                if plan.max_query_len == 1:
+                    decode = replace(plan, tokens=plan.tokens[:0])
+                    for features in (*CHOICES, *TRUNCATIONS):
+                        yield replace(decode, features=features)
+                    if several:
+                        yield replace(decode, max_seq_len=longest)
 
 
 def _sizes(limit: int) -> list[int]:

@@ -1,7 +1,7 @@
-"""What host and device exchange around a captured step: ring buffers in pinned memory that both access directly.
+"""What host and device exchange around a step: ring buffers in pinned memory that both access directly.
 
-No copy is launched for either direction. A slot is used again only `slots` captured steps later, when the step that
-read and wrote it has been collected: `slots` must exceed the number of steps in flight.
+No copy is launched for either direction. A slot is used again only `slots` steps later, when the step that read and
+wrote it has been collected: `slots` must exceed the number of steps in flight.
 """
 
 from __future__ import annotations
@@ -20,20 +20,25 @@ MOST_ENTRIES = 2**31 - 1
 """Of all block tables together: a letter has 32 bits for an index."""
 
 
+def check_entries(table_shape: Sequence[int]) -> None:
+    """ConfigError when a recorded step cannot number the entries of such block tables."""
+    if math.prod(table_shape) > MOST_ENTRIES:
+        groups, rows, blocks = table_shape
+        raise ConfigError(
+            f"block tables of {groups} x {rows} x {blocks} blocks have more entries than the {MOST_ENTRIES} that a "
+            "recorded step can number: lower max_num_seqs or max_model_len, raise block_size, or set "
+            "enforce_eager=True"
+        )
+
+
 class Mailbox:
     """mail, results    the rings of the ops in `step_inputs`
-    step                `[1]` int64 on the device, the number of captured steps that are done; `sent` is the host's
+    step                `[1]` int64 on the device, the number of steps that are done; `sent` is the host's
     """
 
     def __init__(self, device: torch.device, layout: Letter, *, slots: int, table_shape: Sequence[int]) -> None:
         """`table_shape`: that of the block tables, `[groups, table_rows, max_blocks]`; the last row is padding."""
-        groups, self._table_rows, self._max_blocks = table_shape
-        if math.prod(table_shape) > MOST_ENTRIES:
-            raise ConfigError(
-                f"block tables of {groups} x {self._table_rows} x {self._max_blocks} blocks have more entries than the "
-                f"{MOST_ENTRIES} that a recorded step can number: lower max_num_seqs or max_model_len, raise "
-                "block_size, or set enforce_eager=True"
-            )
+        _, self._table_rows, self._max_blocks = table_shape
         pinned = device.type == "cuda"
         self.layout = layout
         self.mail = torch.zeros(slots, layout.words, dtype=torch.int32, pin_memory=pinned)
@@ -41,12 +46,12 @@ class Mailbox:
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
         self.sent = 0
         self._mail, self._results = self.mail.numpy(), self.results.numpy()
-        for letter in self._mail:
-            self._clear(letter)
+        self.clear()
 
-    def _clear(self, letter: I32) -> None:
-        letter[: Letter.ROWS] = 0
-        letter[Letter.ROWS : self.layout.query_lens] = self._table_rows - 1
+    def clear(self) -> None:
+        """Letters that ask for nothing, in every slot."""
+        self._mail[:, : Letter.ROWS] = 0
+        self._mail[:, Letter.ROWS : self.layout.query_lens] = self._table_rows - 1
 
     def send_decode(self, rows: I32, padded: int, new_blocks: Sequence[NewBlocks]) -> int:
         """Write the letter of the next step, one token for each of `rows`, padded; returns its slot."""
@@ -94,5 +99,5 @@ class Mailbox:
         return values, failed
 
     def resync(self) -> None:
-        """Make the device expect the next letter, after steps that did not count or did not come to their end."""
+        """Make the device expect the next letter, after a step that did not come to its end, or had none to write."""
         self.step.fill_(self.sent)

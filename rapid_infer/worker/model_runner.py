@@ -1,4 +1,7 @@
-"""Runs one step: apply the delta, then forward and finish, replayed or eagerly. Nothing here waits for the device."""
+"""Runs one step: apply the delta, write the letter, then forward and finish, replayed or eagerly.
+
+Nothing here waits for the device but `collect`.
+"""
 
 from __future__ import annotations
 
@@ -13,33 +16,33 @@ from rapid_infer.engine.step_plan import LogprobArrays, RowMasks, StepPlan, Step
 from rapid_infer.ops.registry import OpResolver
 from rapid_infer.ops.step_inputs import Letter
 from rapid_infer.profiling import span
-from rapid_infer.worker.eager_step import EagerStep, Hidden, StepInputs
 from rapid_infer.worker.graph_recorder import GraphRecorder, Recorder
-from rapid_infer.worker.graph_runner import GraphRunner
+from rapid_infer.worker.graph_runner import DECODE, GraphRunner, Key
 from rapid_infer.worker.logprobs import Logprobs
-from rapid_infer.worker.mailbox import Mailbox
+from rapid_infer.worker.mailbox import MOST_ENTRIES, Mailbox, check_entries
+from rapid_infer.worker.program import Sampled, StepProgram, StepShape
 from rapid_infer.worker.request_table import RequestTable
-from rapid_infer.worker.sampler import SamplingOps
 from rapid_infer.worker.staging import Staging
 from rapid_infer.worker.token_state import TokenState
 
 UPDATES_PER_ROW = 2
-"""Block updates that a captured step takes along, per row and cache group."""
+"""Block updates that a letter has room for, per row and cache group."""
 
 
 @dataclass(slots=True)
 class StepHandle:
-    """A launched step. `slot`: where in the mailbox a captured step writes; else `tokens` and `failed`, on the host.
+    """A launched step, whose tokens will be in `slot` of the mailbox.
 
-    `begun`: what an eager step still has to finish.
+    key       the graphs that run it; None: it runs eagerly
+    begun     what an eager step still has to finish
+    targets   `[n]` int64: what its tokens to be scored are followed by
     """
 
     plan: StepPlan
-    count: int
-    begun: tuple[StepInputs, Hidden] | None = None
-    slot: int | None = None
-    tokens: Tensor | None = None
-    failed: Tensor | None = None
+    slot: int
+    key: Key | None = None
+    begun: Sampled | None = None
+    targets: Tensor | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     done: torch.cuda.Event | None = None
@@ -58,108 +61,135 @@ class ModelRunner:
         ops: OpResolver,
         *,
         max_num_seqs: int,
+        max_num_batched_tokens: int,
         max_model_len: int,
         block_size: int,
         num_groups: int,
         queue_depth: int,
         vocab_size: int,
     ) -> None:
-        self.model = model
         self.device = device
         self.ops = ops
-        self.block_size, self.max_model_len = block_size, max_model_len
+        self.max_model_len = max_model_len
         self.table = RequestTable(device, max_num_seqs, num_groups, -(-max_model_len // block_size), vocab_size)
-        self.graphs: GraphRunner | None = None
         self._slots = queue_depth + 1
+        self.mailbox = make_mailbox(self.table, max_num_batched_tokens, block_size, self._slots)
+        self.program = StepProgram(model, self.table, self.mailbox, ops, block_size)
+        self.graphs: GraphRunner | None = None
         self._staging = Staging(device, self._slots)
-        self._eager = EagerStep(model, self.table, block_size, SamplingOps.bind(ops))
         self._events = [torch.cuda.Event() for _ in range(self._slots)] if device.type == "cuda" else []
         self._launched = 0
         self._unfinished = False
 
+    @property
+    def model(self) -> Any:
+        return self.program.model
+
     def capture(self, max_tokens: int, recorder: Recorder | None = None) -> None:
         """Record steps of up to `max_tokens` tokens.
 
-        The caches must be bound and stay where they are. `recorder`: a new one of this device unless given.
+        The caches must be bound and stay where they are. `recorder`: a new one of this device unless given. ConfigError
+        when the block tables are too large for it.
         """
-        mailbox = make_mailbox(self.table, max_tokens, self.block_size, self._slots)
-        graphs = GraphRunner(
-            self.model,
-            self.table,
-            mailbox,
-            self.ops,
-            recorder or GraphRecorder(self.device, self.ops),
-            block_size=self.block_size,
-            max_model_len=self.max_model_len,
-        )
+        check_entries(self.table.block_tables.shape)
+        recorder = recorder or GraphRecorder(self.device, self.ops)
+        graphs = GraphRunner(self.program, recorder, max_tokens=max_tokens, max_model_len=self.max_model_len)
         graphs.capture()
         self.graphs = graphs
 
     def close(self) -> None:
-        self.model = self._eager.model = self.graphs = None
+        self.program.model = self.graphs = None
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
-        if self.graphs is None or not self.graphs.takes(plan):
-            handle = self.launch_forward(plan)
-            self.launch_finish(handle)
-            return handle
-        mail_blocks = self._prepare(self.graphs, plan)
-        with span("worker.replay"):
-            slot, logprobs = self.graphs.launch(plan, mail_blocks=mail_blocks)
-        self._unfinished = False
-        handle = StepHandle(plan, len(plan.sampled), slot=slot, logprobs=self._all_to_host(logprobs))
-        handle.done = self._record()
+        handle = self._forward(plan)
+        self._finish(handle, None)
         return handle
 
     @torch.inference_mode()
     def launch_forward(self, plan: StepPlan) -> StepHandle:
         """Start a step whose tokens `launch_finish` chooses."""
-        handle = StepHandle(plan, len(plan.sampled))
-        if self.graphs is not None and self.graphs.takes(plan):
-            mail_blocks = self._prepare(self.graphs, plan)
-            with span("worker.forward"):
-                handle.slot = self.graphs.launch_forward(plan, mail_blocks=mail_blocks)
-            return handle
-        with span("worker.inputs"):
-            staged = iter(self._staging.put([*self._eager.arrays(plan), *RequestTable.delta(plan)]))
-            inputs = self._eager.inputs(plan, staged)
-        with span("worker.forward"):
-            handle.begun = inputs, self._eager.forward(inputs)
-        return handle
+        return self._forward(plan)
 
     @torch.inference_mode()
     def launch_finish(self, handle: StepHandle, masks: RowMasks | None = None) -> None:
         """Choose the tokens of the step just begun; `masks` hold from this step on."""
+        self._finish(handle, masks)
+
+    def _forward(self, plan: StepPlan) -> StepHandle:
+        graphs = self.graphs
+        key = graphs.key_of(plan) if graphs is not None and graphs.takes(plan) else None
+        with span("worker.forward"):
+            handle, scored = self._write_inputs(plan, key)
+            if key is not None:
+                assert graphs is not None
+                graphs.launch_forward(key)
+            else:
+                # On a GPU the same launches as in a graph.
+                shape = StepShape.of(plan, counted=self.device.type == "cpu")
+                handle.begun = self.program.forward(shape, scored)
+        return handle
+
+    def _finish(self, handle: StepHandle, masks: RowMasks | None) -> None:
         plan = handle.plan
         if masks is not None:
             self.table.tokens.apply(None, masks, iter(self._staging.put(TokenState.delta(None, masks))))
         with span("worker.finish"):
-            if handle.begun is None:
-                assert self.graphs is not None
-                handle.logprobs = self._all_to_host(self.graphs.launch_finish(plan))
-                self._unfinished = False
+            if handle.begun is not None:
+                logprobs = self._finish_eagerly(handle, handle.begun)
             else:
-                results = self._eager.finish(*handle.begun, plan)
-                handle.begun = None
-                handle.tokens, handle.failed = self._to_host(results.tokens), self._to_host(results.failed)
-                handle.logprobs = self._all_to_host(results.logprobs)
-                handle.prompt_logprobs = self._all_to_host(results.prompt_logprobs)
+                assert self.graphs is not None
+                assert handle.key is not None
+                logprobs = self.graphs.launch_finish(handle.key, plan.features)
+            self._unfinished = False
+            if logprobs is not None:
+                handle.logprobs = self._to_host(logprobs)
         handle.done = self._record()
 
-    def _prepare(self, graphs: GraphRunner, plan: StepPlan) -> bool:
-        """Before a captured step; returns whether its letter is to hold its block updates."""
+    def _finish_eagerly(self, handle: StepHandle, begun: Sampled) -> Logprobs | None:
+        plan, targets, logprobs = handle.plan, handle.targets, None
+        handle.begun = handle.targets = None
+        if len(plan.sampled):
+            logprobs = self.program.sample(begun, plan.features)
+        else:
+            # No row gets a token.
+            self.mailbox.resync()
+        if plan.prompt_scores is not None:
+            assert begun.scored is not None
+            assert targets is not None
+            handle.prompt_logprobs = self._to_host(self.program.score(begun.scored, targets, plan.prompt_scores.count))
+        return logprobs
+
+    def _write_inputs(self, plan: StepPlan, key: Key | None) -> tuple[StepHandle, Tensor | None]:
+        """The letter of a step, after what it has no place for: new rows, their lists and masks, tokens to be scored.
+
+        Returns those tokens too.
+        """
         if self._unfinished:
             # The step before this one stopped half-way.
-            graphs.mailbox.resync()
+            self.mailbox.resync()
         self._unfinished = True
         updates = sum(len(group.rows) for group in plan.new_blocks)
         extra = plan.new_rows is not None or plan.token_lists is not None or plan.masks is not None
-        if not extra and updates <= graphs.mailbox.layout.max_updates:
-            return True
-        # New rows, their lists and masks: what a letter has no place for.
-        self.table.apply(plan, iter(self._staging.put(RequestTable.delta(plan))))
-        return False
+        staged = extra or updates > self.mailbox.layout.max_updates
+        scores, scored, targets = plan.prompt_scores, None, None
+        if staged or scores is not None:
+            with span("worker.staging"):
+                arrays = RequestTable.delta(plan) if staged else []
+                if scores is not None:
+                    # All in one copy: there is a buffer for each step in flight.
+                    arrays += [scores.tokens, scores.targets]
+                on_device = iter(self._staging.put(arrays))
+                if staged:
+                    self.table.apply(plan, on_device)
+                if scores is not None:
+                    scored, targets = next(on_device).long(), next(on_device).long()
+        blocks = () if staged else plan.new_blocks
+        if plan.is_decode if key is None else key[0] == DECODE:
+            slot = self.mailbox.send_decode(plan.rows, len(plan.rows) if key is None else key[1], blocks)
+        else:
+            slot = self.mailbox.send_mixed(plan, blocks)
+        return StepHandle(plan, slot, key, targets=targets), scored
 
     def _record(self) -> torch.cuda.Event | None:
         if not self._events:
@@ -169,34 +199,28 @@ class ModelRunner:
         event.record()
         return event
 
-    def _to_host(self, tensor: Tensor) -> Tensor:
+    def _to_host(self, logprobs: Logprobs) -> Logprobs:
         if not self._events:
-            return tensor
-        return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-
-    def _all_to_host(self, logprobs: Logprobs | None) -> Logprobs | None:
-        return None if logprobs is None else Logprobs(*map(self._to_host, logprobs))
+            return logprobs
+        pinned = (torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in logprobs)
+        return Logprobs(*(host.copy_(tensor, non_blocking=True) for host, tensor in zip(pinned, logprobs)))
 
     def collect(self, handle: StepHandle) -> StepResult:
         """Wait for the step. The one place where the host waits for the device."""
         if handle.done is not None:
             handle.done.synchronize()
-        if handle.slot is not None:
-            assert self.graphs is not None
-            tokens, failed = self.graphs.mailbox.read(handle.slot, handle.count)
-        else:
-            assert handle.tokens is not None
-            assert handle.failed is not None
-            tokens, failed = handle.tokens.numpy().astype(np.int32), handle.failed.numpy()
-        count = handle.count
+        count = len(handle.plan.sampled)
+        tokens, failed = self.mailbox.read(handle.slot, count)
         return StepResult(tokens, failed, _to_arrays(handle.logprobs, count), _to_arrays(handle.prompt_logprobs))
 
 
 def make_mailbox(table: RequestTable, max_tokens: int, block_size: int, slots: int) -> Mailbox:
-    """For recorded steps of up to `max_tokens` tokens over the rows of `table`."""
+    """For steps of up to `max_tokens` tokens over the rows of `table`."""
     rows, groups = table.dummy, len(table.block_tables)
-    updates = UPDATES_PER_ROW * rows + max_tokens // block_size
-    layout = Letter(rows, updates * groups, max_tokens)
+    updates = (UPDATES_PER_ROW * rows + max_tokens // block_size) * groups
+    if table.block_tables.numel() > MOST_ENTRIES:
+        updates = 0
+    layout = Letter(rows, updates, max_tokens)
     return Mailbox(table.length.device, layout, slots=slots, table_shape=table.block_tables.shape)
 
 

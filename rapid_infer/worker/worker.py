@@ -52,6 +52,7 @@ class Worker:
             self.device,
             self.built.ops,
             max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
             max_model_len=config.model.max_model_len,
             block_size=config.cache.block_size,
             num_groups=len(self.groups),

@@ -130,20 +130,20 @@ def traffic(llm: LLM, seed: int, steps: int) -> dict[str, int]:
 def record_all(llm: LLM, run: Callable[[], object]) -> None:
     """Do `run`, then record every finish that steps with the features it met can need."""
     graphs = graphs_of(llm)
-    launch, met = graphs.launch, {GREEDY: None}
+    finish, met = graphs.launch_finish, {GREEDY: None}
 
-    def noted(plan, **options):
-        met[plan.features] = None
-        return launch(plan, **options)
+    def noted(key, features):
+        met[features] = None
+        return finish(key, features)
 
-    graphs.launch = noted
+    graphs.launch_finish = noted
     try:
         run()
     finally:
-        del graphs.launch
+        del graphs.launch_finish
     torch.cuda.synchronize()
     with torch.inference_mode():
         for kind, size, features in itertools.product((DECODE, MIXED), graphs.sizes, met):
-            if graphs._key(kind, size, features) not in graphs._finish:
+            if graphs._finish_key(kind, size, features) not in graphs._finish:
                 graphs.capture_finish(kind, size, features)
     torch.cuda.synchronize()

@@ -152,25 +152,24 @@ def test_logits_and_tokens_of_transformers_within_tolerance(llm, theirs):
     runner, graphs = llm.engine.executor.runner, graphs_of(llm)
     prefills: list[torch.Tensor] = []
     decodes: list[torch.Tensor] = []
-    launch = graphs.launch
+    launch = runner.launch
 
-    def recorded_launch(plan, **options):
-        result = launch(plan, **options)
-        # In stream order: a copy of what this step has computed, whatever runs after it.
-        n = len(plan.rows)
-        kind, size, _ = graphs.shape_of(plan)
-        decodes.append(graphs._forward[kind, size][1].hidden[:n].clone())
-        return result
+    def recorded_launch(plan):
+        handle = launch(plan)
+        if handle.key is not None:
+            # In stream order: a copy of what this step has computed, whatever runs after it.
+            decodes.append(graphs._forward[handle.key[:2]][1].hidden[: len(plan.rows)].clone())
+        return handle
 
     whole = runner.model.register_forward_pre_hook(lambda module, args: setattr(args[0], "logits_indices", None))
     hook = runner.model.register_forward_hook(lambda module, args, hidden: prefills.append(hidden.clone()))
-    graphs.launch = recorded_launch
+    runner.launch = recorded_launch
     # Prompts run eagerly, so that the hook sees the states of all their tokens.
     graphs.takes = lambda plan: plan.max_query_len == 1
     try:
         answers = tokens(llm.generate(prompts, params("greedy", max_tokens=16)))
     finally:
-        del graphs.launch, graphs.takes
+        del runner.launch, graphs.takes
         hook.remove()
         whole.remove()
     assert [len(states) for states in prefills] == [375]

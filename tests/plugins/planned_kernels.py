@@ -1,5 +1,6 @@
 """Prints which kernels are planned for a checkpoint on an H200, as JSON: from one layer of each kind, from all, without
-graphs, and which of them are missing for steps that an engine makes.
+graphs, and which of them are missing for steps that an engine makes; and those of single steps, recorded and run
+eagerly, in their order.
 
 `python planned_kernels.py CHECKPOINT...`, in a process without Triton's interpreter.
 """
@@ -9,20 +10,26 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from triton.runtime.jit import JITFunction
 
 from rapid_infer import LLM
-from rapid_infer.config import CheckpointFacts, DeviceFacts, EngineArgs
+from rapid_infer.config import CheckpointFacts, DeviceFacts, EngineArgs, EngineConfig
 from rapid_infer.device import GpuFacts, assume_gpu
 from rapid_infer.engine.step_plan import StepPlan
-from rapid_infer.models.checkpoint import read_checkpoint
+from rapid_infer.loader import finalize
+from rapid_infer.models.checkpoint import Checkpoint, read_checkpoint
 from rapid_infer.ops.providers import triton as triton_ops
 from rapid_infer.registry import ModelRegistry
-from rapid_infer.worker import kernel_plan
+from rapid_infer.worker import build, kernel_plan
+from rapid_infer.worker.graph_runner import DECODE, GREEDY, MIXED, GraphRunner
+from rapid_infer.worker.memory import largest_step
+from rapid_infer.worker.program import StepShape
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
 from cold_start import every_kind_of_step
@@ -30,13 +37,17 @@ from cold_start import every_kind_of_step
 OPTIONS: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64, "dtype": "bfloat16"}
 
 
-def planned(path: str, take: Callable[[Any], object] | None = None, **options: Any) -> list[str]:
+def described(path: str, **options: Any) -> tuple[Any, Any, Checkpoint, EngineConfig]:
     checkpoint = read_checkpoint(Path(path))
     cls: Any = ModelRegistry.load(ModelRegistry.lookup(checkpoint.architecture))
     model_config = cls.read_config(checkpoint.hf_config)
     args = EngineArgs(**{**OPTIONS, **options})
     facts = CheckpointFacts(model_config.max_position_embeddings, "bfloat16")
-    config = args.resolve(facts, DeviceFacts("cuda", True, 1 << 37))
+    return cls, model_config, checkpoint, args.resolve(facts, DeviceFacts("cuda", True, 1 << 37))
+
+
+def planned(path: str, take: Callable[[Any], object] | None = None, **options: Any) -> list[str]:
+    cls, model_config, checkpoint, config = described(path, **options)
     found: list[Any] = []
     kernel_plan.plan_kernels(cls, model_config, checkpoint, config, take or found.append)
     return sorted(f"{launch.name} {[type(arg).__name__ for arg in launch.args]} {launch.kwargs}" for launch in found)
@@ -98,6 +109,48 @@ def hashes_differ() -> list[str]:
     return [name for name in functions if one[name] != other[name]]
 
 
+@contextlib.contextmanager
+def in_order(launches: list[str]) -> Iterator[None]:
+    """Inside, every launch is noted, with its grid and its numbers."""
+
+    def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        numbers = [arg for arg in args if isinstance(arg, (int, float))]
+        launches.append(f"{kernel.fn.__name__} {grid} {numbers} {sorted(kwargs.items(), key=str)}")
+
+    run = JITFunction.run
+    JITFunction.run = note
+    try:
+        yield
+    finally:
+        JITFunction.run = run
+
+
+@torch.inference_mode()
+def steps(path: str) -> dict[str, dict[str, list[str]]]:
+    """Kernels of a decode step and of a mixed one, as recorded and as run eagerly in the same size."""
+    cls, model_config, checkpoint, config = described(path)
+    built = build.build_model(cls, checkpoint, config, kernel_plan.META, model_config)
+    finalize(built.model)
+    build.allocate_caches(built.model, 64, config.cache.block_size, kernel_plan.META)
+    program = kernel_plan._Steps(built, config).program
+    rows, tokens, longest = config.scheduler.max_num_seqs, 32, config.model.max_model_len
+    graphs = GraphRunner(program, kernel_plan._Rehearsal(), max_tokens=tokens, max_model_len=longest)
+    mixed = replace(largest_step(rows, tokens, longest), token_lists=None, features=GREEDY, max_context_len=9)
+    decode = replace(largest_step(rows, rows, longest), token_lists=None, features=GREEDY)
+    decode = replace(decode, tokens=decode.tokens[:0])
+    found: dict[str, dict[str, list[str]]] = {}
+    for kind, size, plan in ((DECODE, rows, decode), (MIXED, tokens, mixed)):
+        recorded: list[str] = []
+        eager: list[str] = []
+        with in_order(recorded):
+            graphs.capture_forward(kind, size)
+            graphs.capture_finish(kind, rows, GREEDY)
+        with in_order(eager):
+            program.sample(program.forward(StepShape.of(plan, counted=False)), GREEDY)
+        found[kind] = {"recorded": recorded, "eager": eager}
+    return found
+
+
 def main(paths: list[str]) -> dict[str, Any]:
     assume_gpu(GpuFacts("NVIDIA H200", (9, 0), 132))
     distinct = kernel_plan.distinct_layers
@@ -108,6 +161,7 @@ def main(paths: list[str]) -> dict[str, Any]:
         results[path] = {"few": few, "all": planned(path), "eager": planned(path, enforce_eager=True)}
         kernel_plan.distinct_layers = distinct
         results[path]["missing"] = missing(path)
+        results[path]["steps"] = steps(path)
     results["hashes differ"] = hashes_differ()
     return results
 

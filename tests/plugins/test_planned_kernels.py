@@ -37,10 +37,13 @@ def test_one_layer_of_each_kind_launches_all_kernels(qwen3, latent) -> None:
         assert found["few"] == found["all"]
         names = {line.split()[0] for line in found["few"]}
         assert {"norm._norm_kernel", "step_inputs._mixed_rows_kernel", "truncate._search_kernel"} <= names
-        # Without graphs no kernel of theirs is needed, and no other is missing.
-        eager = {line.split()[0] for line in found["eager"]}
-        assert not any(name.startswith("step_inputs") for name in eager)
-        assert {name for name in names if not name.startswith("step_inputs")} <= eager
+        assert {line.split()[0] for line in found["eager"]} == names
+        for kind, inputs in (("decode", ["_decode_inputs_kernel"]), ("mixed", ["_mixed_rows_kernel", "_mixed_tokens"])):
+            recorded, eager = found["steps"][kind]["recorded"], found["steps"][kind]["eager"]
+            # An eager engine runs what a graph records.
+            assert eager == recorded
+            own = [n for n, launch in enumerate(recorded) if launch.startswith(("_commit_tokens", *inputs))]
+            assert own == [*range(len(inputs)), len(recorded) - 1]
         assert found["missing"] == []
 
 

@@ -29,10 +29,10 @@ def pair(open_llm) -> Pair:
     """An eager engine, and one with graphs."""
     load_providers()
 
-    def open_both(model: Any, budget: int = 16, **options: Any) -> tuple[LLM, LLM]:
+    def open_both(model: Any, budget: int = 16, captured: int | None = None, **options: Any) -> tuple[LLM, LLM]:
         options = {**OPTIONS, "op_priority": {name: ["torch"] for name in OPS}, **options}
         eager, recorded = (open_llm(model, max_num_batched_tokens=budget, **options) for _ in range(2))
-        runner_of(recorded).capture(budget, ActingRecorder())
+        runner_of(recorded).capture(captured or budget, ActingRecorder())
         return eager, recorded
 
     return open_both
@@ -111,10 +111,50 @@ def test_log_probabilities(qwen3, pair: Pair) -> None:
             )
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_steps_that_no_graph_takes_between_recorded_ones(
+    depth: int, latent, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Larger than any graph, and with prompt tokens to be scored; both kinds of steps share the ring and the table."""
+    eager, recorded = pair(latent, 48, captured=16, queue_depth=depth)
+    ran = {"forward": 0}
+    forward = runner_of(recorded).program.forward
+
+    def counted(*args: Any) -> Any:
+        ran["forward"] += 1
+        return forward(*args)
+
+    monkeypatch.setattr(runner_of(recorded).program, "forward", counted)
+    batch = prompts([3, 60, 11, 7, 30], seed=4)
+    params = [SamplingParams(**GREEDY, max_tokens=9, prompt_logprobs=2 if n % 2 else None) for n in range(len(batch))]
+    wanted, found = (llm.generate(batch, params) for llm in (eager, recorded))
+    assert answers(found) == answers(wanted)
+    for want, got in zip(wanted, found):
+        for one, other in zip(want.prompt_logprobs or (), got.prompt_logprobs or (), strict=True):
+            assert (one is None) == (other is None)
+            for token, value in (one or {}).items():
+                assert value.logprob == pytest.approx(other[token].logprob, abs=1e-4)
+    assert ran["forward"] >= 3
+    assert runner_of(recorded).graphs.replays["forward"] >= 9
+
+
+def test_recording_moves_no_row(qwen3, open_llm) -> None:
+    """Letters of earlier steps lie in the ring, as that of the step that measured memory does."""
+    load_providers()
+    llm = open_llm(qwen3, max_num_batched_tokens=16, **OPTIONS, op_priority={name: ["torch"] for name in OPS})
+    llm.generate(prompts([20, 5, 9, 4]), SamplingParams(**GREEDY, max_tokens=5))
+    runner = runner_of(llm)
+    tables = [runner.table.last_token, runner.table.length, runner.table.block_tables]
+    before = [tensor.clone() for tensor in tables]
+    runner.capture(16, ActingRecorder())
+    for tensor, value in zip(tables, before):
+        assert tensor.equal(value)
+
+
 def test_more_block_updates_than_a_letter_has_room_for(windowed, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_runner, "UPDATES_PER_ROW", 0)
     both = pair(windowed)
-    room = runner_of(both[1]).graphs.mailbox.layout.max_updates
+    room = runner_of(both[1]).mailbox.layout.max_updates
     sizes: list[int] = []
     launch = runner_of(both[1]).launch
 
@@ -137,12 +177,12 @@ def test_a_step_that_stopped_half_way_leaves_the_next_ones_as_they_are(
     graphs, (prompt, *batch) = runner_of(recorded).graphs, prompts([6, 6, 21, 3], seed=3)
     finish, calls = graphs.launch_finish, 0
 
-    def fails_once(plan: Any) -> Any:
+    def fails_once(*args: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 3:
             raise RuntimeError("out of luck")
-        return finish(plan)
+        return finish(*args)
 
     monkeypatch.setattr(graphs, "launch_finish", fails_once)
     greedy = SamplingParams(**GREEDY, max_tokens=12)

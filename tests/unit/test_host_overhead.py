@@ -85,6 +85,7 @@ class StubExecutor:
             torch.device("cpu"),
             OpResolver("cpu"),
             max_num_seqs=ROWS,
+            max_num_batched_tokens=8192,
             max_model_len=MAX_LEN,
             block_size=BLOCK_SIZE,
             num_groups=1,

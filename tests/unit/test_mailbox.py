@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +13,8 @@ from torch import Tensor
 from rapid_infer.engine.step_plan import NewBlocks, SamplingFeatures, StepPlan
 from rapid_infer.errors import ConfigError
 from rapid_infer.ops.step_inputs import Letter, decode_inputs, mixed_inputs
-from rapid_infer.worker.mailbox import Mailbox
+from rapid_infer.worker import model_runner
+from rapid_infer.worker.mailbox import Mailbox, check_entries
 
 ROWS, BLOCKS, SIZE, SLOTS = 5, 6, 4, 3
 LAYOUT = Letter(ROWS, 8, 16)
@@ -81,11 +85,21 @@ def test_what_a_slot_has_held_does_not_matter(what: str) -> None:
         assert found[1][2].tolist() == [12, 8, 0, 0]
 
 
-def test_tables_with_more_entries_than_a_letter_can_number_are_refused() -> None:
-    shape = (4, 1025, 10_000_000 // 16)
+def test_tables_with_more_entries_than_a_letter_can_number() -> None:
+    """Steps are not recorded over them, and others bring their block updates in another way."""
+    table: Any = SimpleNamespace(
+        dummy=1024, length=torch.zeros(1025), block_tables=torch.empty(4, 1025, 10_000_000 // 16, device="meta")
+    )
     with pytest.raises(ConfigError, match=r"4 x 1025 x 625000 blocks .* lower max_num_seqs or max_model_len"):
-        Mailbox(torch.device("cpu"), LAYOUT, slots=SLOTS, table_shape=shape)
-    Mailbox(torch.device("cpu"), LAYOUT, slots=SLOTS, table_shape=(3, *shape[1:]))
+        check_entries(table.block_tables.shape)
+    assert make_layout(table).max_updates == 0
+    table.block_tables = table.block_tables[:3]
+    check_entries(table.block_tables.shape)
+    assert make_layout(table).max_updates > 3 * 1024
+
+
+def make_layout(table: Any) -> Letter:
+    return model_runner.make_mailbox(table, 64, 16, 3).layout
 
 
 def test_a_letter_that_asks_for_nothing_changes_nothing() -> None:

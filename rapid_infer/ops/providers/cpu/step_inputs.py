@@ -1,0 +1,105 @@
+"""Both ends of a step where host and device are one: numpy over the same memory costs a third of torch's operators."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rapid_infer.ops.providers.cpu.facts import not_on_cpu
+from rapid_infer.ops.registry import register
+from rapid_infer.ops.step_inputs import Letter, MixedInputs
+
+
+def _open(mail: Tensor, step: Tensor, block_tables: Tensor, layout: Letter) -> tuple[np.ndarray, np.ndarray]:
+    """The step's letter, and the block tables with its updates."""
+    letter, tables = mail.numpy()[int(step) % len(mail)], block_tables.numpy()
+    if updates := int(letter[Letter.NUM_UPDATES]):
+        pairs = letter[layout.updates : layout.updates + 2 * updates]
+        tables.reshape(-1)[pairs[::2]] = pairs[1::2]
+    return letter, tables
+
+
+def _slots(tables: np.ndarray, rows: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
+    column, offset = np.divmod(positions, block_size)
+    return tables[:, rows, column].astype(np.int64) * block_size + offset
+
+
+@register("decode_inputs", "cpu", priority=10, supports=not_on_cpu, capturable=False)
+def decode_inputs(
+    mail: Tensor,
+    step: Tensor,
+    block_tables: Tensor,
+    last_token: Tensor,
+    length: Tensor,
+    rows: Tensor,
+    layout: Letter,
+    block_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    letter, tables = _open(mail, step, block_tables, layout)
+    numbers = rows.numpy()
+    numbers[:] = letter[Letter.ROWS : Letter.ROWS + len(rows)]
+    positions = length.numpy()[numbers]
+    seq_lens = ((positions + 1) * (numbers != tables.shape[1] - 1)).astype(np.int32)
+    made = last_token.numpy()[numbers], positions, seq_lens, _slots(tables, numbers, positions, block_size)
+    ids, positions_, lengths, slots = map(torch.from_numpy, made)
+    return ids, positions_, lengths, slots
+
+
+@register("mixed_inputs", "cpu", priority=10, supports=not_on_cpu, capturable=False)
+def mixed_inputs(
+    mail: Tensor,
+    step: Tensor,
+    block_tables: Tensor,
+    last_token: Tensor,
+    length: Tensor,
+    num_tokens: int,
+    layout: Letter,
+    block_size: int,
+) -> MixedInputs:
+    letter, tables = _open(mail, step, block_tables, layout)
+    n, total, _, sampled = letter[Letter.NUM_ROWS : Letter.ROWS].tolist()
+    max_rows, padding, lengths = layout.max_rows, tables.shape[1] - 1, length.numpy()
+    rows = np.full(max_rows, padding, np.int64)
+    rows[:n] = letter[Letter.ROWS : Letter.ROWS + n]
+    query_lens = letter[layout.query_lens : layout.query_lens + n]
+    query_start = np.full(max_rows + 1, total, np.int32)
+    query_start[0] = 0
+    np.cumsum(query_lens, out=query_start[1 : n + 1])
+    seq_lens = np.zeros(max_rows, np.int32)
+    seq_lens[:n] = lengths[rows[:n]] + query_lens
+    lengths[rows[:n]] = seq_lens[:n] - letter[layout.sampled : layout.sampled + n]
+
+    row_of = np.repeat(np.arange(n), query_lens)
+    owner = rows[row_of]
+    place = np.arange(total) + (seq_lens[:n] - query_start[1 : n + 1])[row_of]
+    known = letter[layout.tokens : layout.tokens + total]
+    input_ids, positions = np.zeros((2, num_tokens), np.int64)
+    input_ids[:total] = np.where(known >= 0, known, last_token.numpy()[owner])
+    positions[:total] = place
+    slots = np.zeros((len(tables), num_tokens), np.int64)
+    slots[:, :total] = _slots(tables, owner, place, block_size)
+    live = np.zeros(num_tokens, np.int32)
+    live[:total] = 1
+
+    chosen = np.flatnonzero(letter[layout.sampled : layout.sampled + n])
+    last, sampled_rows = np.zeros(max_rows, np.int64), np.full(max_rows, padding, np.int64)
+    sampled_lens = np.ones(max_rows, np.int32)
+    last[:sampled], sampled_rows[:sampled] = query_start[chosen + 1] - 1, rows[chosen]
+    sampled_lens[:sampled] = seq_lens[chosen]
+    decodes = letter[Letter.NUM_DECODES : Letter.NUM_DECODES + 1].copy()
+    made = input_ids, positions, slots, live, rows, query_start, seq_lens, decodes, last, sampled_rows, sampled_lens
+    return MixedInputs(*map(torch.from_numpy, made))
+
+
+@register("commit_tokens", "cpu", priority=10, supports=not_on_cpu, capturable=False)
+def commit_tokens(
+    rows: Tensor, tokens: Tensor, best: Tensor, last_token: Tensor, length: Tensor, results: Tensor, step: Tensor
+) -> None:
+    numbers, ids, fine = rows.numpy(), tokens.numpy(), np.isfinite(best.numpy())
+    results.numpy()[int(step) % len(results), : len(rows)] = np.where(fine, ids, -1)
+    real = numbers != len(last_token) - 1
+    numbers = numbers[real]
+    last_token.numpy()[numbers] = (ids * fine)[real]
+    length.numpy()[numbers] += 1
+    step.numpy()[0] += 1

@@ -1,0 +1,172 @@
+"""One step on the device, inputs -> forward -> sample: run as it is when eager, recorded and replayed otherwise.
+
+It begins with the letter that the host has written and ends where `commit_tokens` leaves the tokens for it; nothing
+between them asks the host. What the host knows of a step beside its letter is a `StepShape`: that of its plan for a
+step that is run, the largest there can be for one that is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rapid_infer.engine.step_plan import SamplingFeatures, StepPlan
+from rapid_infer.layers.batch import ForwardBatch
+from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.registry import OpResolver
+from rapid_infer.worker.finish import Chosen, choose
+from rapid_infer.worker.logprobs import Logprobs, concatenate, gather_logprobs
+from rapid_infer.worker.mailbox import Mailbox
+from rapid_infer.worker.request_table import RequestTable
+from rapid_infer.worker.sampler import SamplingOps
+
+SCORED_AT_ONCE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """Sizes of a step's tensors and bounds of what is in them.
+
+    decode    one token for each row, which the device has, and a new one for each; no query is longer
+    sampled   rows that get a token; where none does, the padding row stands for them
+    num_decodes   rows of one token, which come first; None: only the device knows how many
+    max_context_len   see `AttentionMetadata`
+    """
+
+    decode: bool
+    rows: int
+    tokens: int
+    sampled: int
+    max_query_len: int
+    max_seq_len: int
+    num_decodes: int | None
+    max_context_len: int | None
+
+    @classmethod
+    def of(cls, plan: StepPlan, *, counted: bool) -> StepShape:
+        """Of a plan, without padding. Not `counted`: as in a recorded step, only the device knows `num_decodes`."""
+        return cls(
+            plan.is_decode,
+            len(plan.rows),
+            plan.num_tokens,
+            max(len(plan.sampled), 1),
+            plan.max_query_len,
+            plan.max_seq_len,
+            plan.num_decodes if counted or plan.is_decode else None,
+            plan.max_context_len,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a forward leaves of the rows that get a token: hidden `[S, hidden]`, rows `[S]` int64, lengths `[S]` int32,
+    this step's tokens included.
+
+    scored   hidden states of the tokens whose successors are to be scored, if that was asked for
+    """
+
+    hidden: Tensor
+    rows: Tensor
+    lengths: Tensor
+    scored: Tensor | None = None
+
+    def first(self, n: int) -> Sampled:
+        return Sampled(self.hidden[:n], self.rows[:n], self.lengths[:n])
+
+
+class StepProgram:
+    """Launches a step's operators. `model` follows the CausalLM contract, its caches bound already."""
+
+    def __init__(self, model: Any, table: RequestTable, mailbox: Mailbox, ops: OpResolver, block_size: int) -> None:
+        self.model, self.table, self.mailbox = model, table, mailbox
+        self._state = mailbox.mail, mailbox.step, table.block_tables, table.last_token, table.length
+        self._sizes = mailbox.layout, block_size
+        self._decode_inputs, self._mixed_inputs, self._commit = (
+            ops.bind(name, torch.int32) for name in ("decode_inputs", "mixed_inputs", "commit_tokens")
+        )
+        self._sampling = SamplingOps.bind(ops)
+        max_rows, device = mailbox.layout.max_rows, table.length.device
+        self._rows = torch.full((max_rows,), table.dummy, dtype=torch.int64, device=device)
+        self._query_start = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+
+    def forward(self, shape: StepShape, scored: Tensor | None = None) -> Sampled:
+        """The first part of a step; `scored` int64: tokens whose hidden states are asked for beside the sampled ones.
+
+        The result is good until the next forward.
+        """
+        batch, rows, lengths = self._decode(shape) if shape.decode else self._mixed(shape)
+        wanted = batch.logits_indices
+        if scored is not None:
+            batch.logits_indices = None
+        hidden = self.model(batch)
+        batch.logits_indices = wanted
+        return Sampled(batch.sampled(hidden), rows, lengths, None if scored is None else hidden[scored])
+
+    def _decode(self, shape: StepShape) -> tuple[ForwardBatch, Tensor, Tensor]:
+        """(batch, rows that get a token, their lengths)."""
+        rows = self._rows[: shape.rows]
+        ids, positions, lengths, slots = self._decode_inputs(*self._state, rows, *self._sizes)
+        attention = self._attention(shape, rows, self._query_start[: shape.rows + 1], lengths, slots)
+        return ForwardBatch(ids, positions, attention, live=lengths), rows, lengths
+
+    def _mixed(self, shape: StepShape) -> tuple[ForwardBatch, Tensor, Tensor]:
+        """The same for any mix of rows; what the operator pads is cut off as far as the shape says."""
+        made = self._mixed_inputs(*self._state, shape.tokens, *self._sizes)
+        n, sampled = shape.rows, shape.sampled
+        start, lengths = made.query_start[: n + 1], made.seq_lens[:n]
+        attention = self._attention(shape, made.rows[:n], start, lengths, made.slots, made.decodes)
+        batch = ForwardBatch(
+            made.input_ids, made.positions, attention, live=made.live, logits_indices=made.last[:sampled]
+        )
+        return batch, made.sampled_rows[:sampled], made.sampled_lens[:sampled]
+
+    def _attention(
+        self,
+        shape: StepShape,
+        rows: Tensor,
+        query_start: Tensor,
+        seq_lens: Tensor,
+        slots: Tensor,
+        decodes: Tensor | None = None,
+    ) -> Sequence[AttentionMetadata]:
+        known = shape.num_decodes
+        return [
+            AttentionMetadata(
+                block_table=block_table,
+                rows=rows,
+                query_start=query_start,
+                seq_lens=seq_lens,
+                slots=slots[group],
+                max_query_len=shape.max_query_len,
+                max_seq_len=shape.max_seq_len,
+                num_decodes=shape.rows if known is None else known,
+                decodes=decodes if known is None else None,
+                max_context_len=shape.max_context_len,
+            )
+            for group, block_table in enumerate(self.table.block_tables)
+        ]
+
+    def choose(self, sampled: Sampled, features: SamplingFeatures) -> Chosen:
+        """A token for each row; changes nothing."""
+        head, ops = self.model.head, self._sampling
+        return choose(head, self.table, sampled.hidden, sampled.rows, sampled.lengths, features, ops)
+
+    def sample(self, sampled: Sampled, features: SamplingFeatures) -> Logprobs | None:
+        """The second part of a step: tokens to where the next step and the host find them, lengths and step advance."""
+        table, mailbox = self.table, self.mailbox
+        chosen = self.choose(sampled, features)
+        if features.penalties:
+            table.tokens.count(sampled.rows, chosen.tokens)
+        new = sampled.rows, chosen.tokens, chosen.best
+        self._commit(*new, table.last_token, table.length, mailbox.results, mailbox.step)
+        return chosen.logprobs
+
+    def score(self, states: Tensor, targets: Tensor, count: int) -> Logprobs:
+        """Log-probabilities of `targets` `[n]` int64 after `states` `[n, hidden]`, and of the `count` best."""
+        # In pieces: logits of a whole chunk would be the largest tensor of the step by far.
+        pieces = zip(states.split(SCORED_AT_ONCE), targets.split(SCORED_AT_ONCE))
+        return concatenate([gather_logprobs(self.model.head.logits(some), target, count) for some, target in pieces])
