@@ -100,9 +100,9 @@ def start_engine(
             model = configure(checkpoint, entry, args)
             for note in model.config.notes:
                 logger.info("%s", note)
+            _aim(compiler, model)
             from rapid_infer.executors import InProcessExecutor
 
-            _aim(compiler, model)
             executor = InProcessExecutor(
                 model.cls, model.model_config, checkpoint, model.config, partial(compiler.wait, terminal_count)
             )

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rapid_infer.engine.request import Request
+from rapid_infer.engine.row_fields import settings_of
 from rapid_infer.engine.rows import Rows
 from rapid_infer.engine.step_plan import (
     NewBlocks,
@@ -21,11 +22,6 @@ from rapid_infer.engine.step_plan import (
 
 Ints = NDArray[np.int64]
 _NONE = np.zeros(0, np.int32)
-
-_FACTOR_MAX = 1e20
-"""Factors beyond this, and below its inverse, act as this: float32 logits times them stay finite."""
-
-_INT_MAX = 2**31 - 1
 
 
 def make_masks(
@@ -112,24 +108,10 @@ class PlanBuilder:
     def _new_rows(self) -> NewRows | None:
         if not self._new:
             return None
-        params = [request.params for _, _, request in self._new]
-
-        def floats(values: list[float], low: float = -_FACTOR_MAX) -> NDArray[np.float32]:
-            return np.array([min(max(value, low), _FACTOR_MAX) for value in values], np.float32)
-
         return NewRows(
             rows=np.array([row for row, _, _ in self._new], np.int32),
             computed=np.array([computed for _, computed, _ in self._new], np.int32),
-            min_length=np.array([min(request.min_length, request.limit) for _, _, request in self._new], np.int32),
-            temperature=floats([0.0 if p.greedy else p.temperature for p in params]),
-            top_k=np.array([min(max(p.top_k, 0), _INT_MAX) for p in params], np.int32),
-            top_p=floats([p.top_p for p in params]),
-            min_p=floats([p.min_p for p in params]),
-            repetition_penalty=floats([p.repetition_penalty for p in params], low=1 / _FACTOR_MAX),
-            presence_penalty=floats([p.presence_penalty for p in params]),
-            frequency_penalty=floats([p.frequency_penalty for p in params]),
-            seed=np.array([request.seed for _, _, request in self._new], np.int64),
-            sample_index=np.array([request.sample_index for _, _, request in self._new], np.int32),
+            settings=settings_of(self.admitted),
         )
 
     def _token_lists(self) -> TokenLists | None:

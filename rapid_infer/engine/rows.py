@@ -9,15 +9,12 @@ import heapq
 import numpy as np
 
 from rapid_infer.engine.request import Request
-from rapid_infer.engine.step_plan import SamplingFeatures
-from rapid_infer.params import SamplingParams
+from rapid_infer.engine.row_fields import SamplingFeatures, feature_bits
 
 NOT_SHARED = 1 << 60
 
 _FEW_STOPS = 8
 """Columns of `Rows.stop` that stay when nobody needs them any more."""
-
-_FLAGS = ("random", "truncated", "min_p", "penalties", "bias", "min_tokens", "masks")
 
 
 class Rows:
@@ -32,7 +29,7 @@ class Rows:
     limit      length at which the request ends; its last token is sampled but never computed
     epoch      how often the row was given back: a result for an older epoch is not for its present owner
     stop       `[rows, most of any request]` ids that end the request, -1 where unused
-    flags      what sampling must do for the row, a bit per name in `_FLAGS`
+    flags      what sampling must do for the row, see `feature_bits`
     logprobs, prompt_logprobs   how many alternatives to report; -1: none at all
     gated      its next token's mask is made when the host has seen the last one
     """
@@ -70,7 +67,7 @@ class Rows:
         self.published[row] = published
         self.limit[row] = request.limit
         params = request.params
-        self.flags[row] = _flags(params, masked=request.mask is not None)
+        self.flags[row] = feature_bits(request)
         self.logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self.prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
         self.gated[row] = request.mask is not None and request.mask.changes
@@ -88,9 +85,7 @@ class Rows:
     def features(self, rows: np.ndarray) -> SamplingFeatures:
         """What sampling must do for at least one of `rows`."""
         flags = int(np.bitwise_or.reduce(self.flags[rows], initial=0))
-        count = int(self.logprobs[rows].max(initial=-1))
-        set_ones = {name: True for i, name in enumerate(_FLAGS) if flags >> i & 1}
-        return SamplingFeatures(**set_ones, logprobs=None if count < 0 else count)
+        return SamplingFeatures.of_bits(flags, int(self.logprobs[rows].max(initial=-1)))
 
     def _set_stop(self, row: int, ids: tuple[int, ...]) -> None:
         if len(ids) > self.stop.shape[1]:
@@ -110,17 +105,3 @@ class Rows:
         self.epoch[row] += 1
         request.row = -1
         heapq.heappush(self._free, row)
-
-
-def _flags(params: SamplingParams, masked: bool) -> int:
-    random = not params.greedy
-    values = (
-        random,
-        random and (params.top_k > 0 or params.top_p < 1),
-        random and params.min_p > 0,
-        params.penalized,
-        bool(params.logit_bias),
-        params.min_tokens > 0,
-        masked,
-    )
-    return sum(1 << i for i, value in enumerate(values) if value)

@@ -10,31 +10,23 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rapid_infer.engine.row_fields import SamplingFeatures
+
 I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
-I64 = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class NewRows:
     """Rows that start with this step; all arrays `[new]`.
 
-    computed    tokens already in the cache
-    min_length  total length below which no stop token may be chosen
+    computed  tokens already in the cache
+    settings  of ROW_DTYPE
     """
 
     rows: I32
     computed: I32
-    min_length: I32
-    temperature: F32
-    top_k: I32
-    top_p: F32
-    min_p: F32
-    repetition_penalty: F32
-    presence_penalty: F32
-    frequency_penalty: F32
-    seed: I64
-    sample_index: I32
+    settings: NDArray[np.void]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,28 +61,6 @@ class TokenLists:
     bias_values: F32
     prompt: RowTokens
     output: RowTokens
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingFeatures:
-    """What the finish part must do for some row of the step; with nothing set it is an argmax.
-
-    logprobs is how many alternatives to report, None for no log-probabilities at all.
-    """
-
-    random: bool = False
-    truncated: bool = False
-    min_p: bool = False
-    penalties: bool = False
-    bias: bool = False
-    min_tokens: bool = False
-    masks: bool = False
-    logprobs: int | None = None
-
-    @property
-    def processed(self) -> bool:
-        """Whether logits are changed before temperature and truncation."""
-        return self.penalties or self.bias or self.min_tokens or self.masks
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rapid_infer.engine.step_plan import PromptScores, SamplingFeatures, StepPlan
+from rapid_infer.engine.row_fields import SamplingFeatures
+from rapid_infer.engine.step_plan import PromptScores, StepPlan
 from rapid_infer.errors import ConfigError, PluginError, RapidInferError
 from rapid_infer.layers.batch import ForwardBatch
 from rapid_infer.layers.decoder import DecoderModel

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rapid_infer.engine.step_plan import SamplingFeatures, StepPlan
+from rapid_infer.engine.row_fields import SamplingFeatures
+from rapid_infer.engine.step_plan import StepPlan
 from rapid_infer.layers.attention import CachedModule
 from rapid_infer.layers.stack import distinct_layers
 from rapid_infer.worker.graph_recorder import Recorder

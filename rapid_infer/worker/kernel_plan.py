@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from rapid_infer.config import EngineConfig
-from rapid_infer.engine.step_plan import PromptScores, SamplingFeatures, StepPlan
+from rapid_infer.engine.row_fields import SamplingFeatures
+from rapid_infer.engine.step_plan import PromptScores, StepPlan
 from rapid_infer.layers.stack import distinct_layers
 from rapid_infer.loader import finalize
 from rapid_infer.models.checkpoint import Checkpoint

@@ -9,7 +9,8 @@ import torch
 
 from rapid_infer.cache.budget import GIB
 from rapid_infer.config import EngineConfig
-from rapid_infer.engine.step_plan import RowTokens, SamplingFeatures, StepPlan, TokenLists
+from rapid_infer.engine.row_fields import SamplingFeatures
+from rapid_infer.engine.step_plan import RowTokens, StepPlan, TokenLists
 from rapid_infer.errors import ConfigError
 from rapid_infer.worker.graph_runner import asks_for_context, row_buckets, token_buckets
 from rapid_infer.worker.model_runner import ModelRunner

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rapid_infer.engine.step_plan import SamplingFeatures, StepPlan
+from rapid_infer.engine.row_fields import SamplingFeatures
+from rapid_infer.engine.step_plan import StepPlan
 from rapid_infer.layers.batch import ForwardBatch
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.registry import OpResolver
-from rapid_infer.worker.finish import Chosen, choose
 from rapid_infer.worker.logprobs import Logprobs, concatenate, gather_logprobs
 from rapid_infer.worker.mailbox import Mailbox
 from rapid_infer.worker.request_table import RequestTable
-from rapid_infer.worker.sampler import SamplingOps
+from rapid_infer.worker.sample import Chosen, SamplingOps, choose
 
 SCORED_AT_ONCE = 128
 

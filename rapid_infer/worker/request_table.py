@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rapid_infer.engine.step_plan import StepPlan
-from rapid_infer.worker.sampler import SamplingState
+from rapid_infer.worker.row_settings import RowSettings
 from rapid_infer.worker.token_state import TokenState
 
 
@@ -31,7 +31,7 @@ class RequestTable:
         self.dummy = max_num_seqs
         self.last_token, self.length = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
         self.block_tables = torch.zeros(num_groups, rows, max_blocks, dtype=torch.int32, device=device)
-        self.sampling = SamplingState.empty(rows, device)
+        self.sampling = RowSettings.neutral(rows, device)
         self.tokens = TokenState(rows, vocab_size, device)
 
     @staticmethod
@@ -40,7 +40,7 @@ class RequestTable:
         arrays: list[np.ndarray] = []
         new = plan.new_rows
         if new is not None:
-            arrays += [new.rows, new.computed, SamplingState.pack(new)]
+            arrays += [new.rows, new.computed, RowSettings.delta(new)]
         for group in plan.new_blocks:
             if len(group.rows):
                 arrays += [group.rows, group.columns, group.blocks]

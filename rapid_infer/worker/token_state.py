@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rapid_infer.engine.step_plan import RowMasks, SamplingFeatures, TokenLists
+from rapid_infer.engine.row_fields import SamplingFeatures
+from rapid_infer.engine.step_plan import RowMasks, TokenLists
 from rapid_infer.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
-from rapid_infer.worker.sampler import SamplingState
+from rapid_infer.worker.row_settings import RowSettings
 
 
 class TokenState:
@@ -93,7 +94,7 @@ class TokenState:
         return self.in_prompt
 
     def process(
-        self, logits: Tensor, rows: Tensor, lengths: Tensor, state: SamplingState, features: SamplingFeatures
+        self, logits: Tensor, rows: Tensor, lengths: Tensor, state: RowSettings, features: SamplingFeatures
     ) -> Tensor:
         """New logits: bias, then masks, stop ids below the minimum length, then penalties.
 
@@ -129,7 +130,7 @@ class TokenState:
             self.output_counts.view(-1).scatter_add_(0, rows * self._vocab + tokens, ones)
 
 
-def _penalize(logits: Tensor, in_prompt: Tensor, counts: Tensor, state: SamplingState) -> Tensor:
+def _penalize(logits: Tensor, in_prompt: Tensor, counts: Tensor, state: RowSettings) -> Tensor:
     """All `[n, vocab]`, `state` `[n]`."""
     in_output = counts > 0
     repetition = state.repetition_penalty.unsqueeze(1)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from rapid_infer.engine.masks import pack
-from rapid_infer.engine.step_plan import RowMasks, SamplingFeatures
-from rapid_infer.worker.finish import choose
+from rapid_infer.engine.row_fields import SamplingFeatures
+from rapid_infer.engine.step_plan import RowMasks
 from rapid_infer.worker.request_table import RequestTable
-from rapid_infer.worker.sampler import SamplingOps
+from rapid_infer.worker.sample import SamplingOps, choose
 from rapid_infer.worker.token_state import TokenState
 
 VOCAB = 40

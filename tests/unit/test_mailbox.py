@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rapid_infer.engine.step_plan import NewBlocks, SamplingFeatures, StepPlan
+from rapid_infer.engine.row_fields import SamplingFeatures
+from rapid_infer.engine.step_plan import NewBlocks, StepPlan
 from rapid_infer.errors import ConfigError
 from rapid_infer.ops.step_inputs import Letter, decode_inputs, mixed_inputs
 from rapid_infer.worker import model_runner

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rapid_infer.engine.step_plan import SamplingFeatures
+from rapid_infer.engine.row_fields import SamplingFeatures
 from rapid_infer.ops import truncate_logits
 from rapid_infer.ops.noise import gumbel, uniform
-from rapid_infer.worker.sampler import SamplingState, sample
+from rapid_infer.worker.row_settings import RowSettings
+from rapid_infer.worker.sample import sample
 
 RANDOM = SamplingFeatures(random=True)
 TRUNCATED = SamplingFeatures(random=True, truncated=True)
@@ -20,8 +21,8 @@ def key(n: int, seed: int = 1, sample_index: int = 0, first: int = 0) -> tuple[T
     return torch.full((n,), seed), torch.full((n,), sample_index, dtype=torch.int32), torch.arange(first, first + n)
 
 
-def state(n: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 1) -> SamplingState:
-    made = SamplingState.empty(n, torch.device("cpu"))
+def state(n: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 1) -> RowSettings:
+    made = RowSettings.neutral(n, torch.device("cpu"))
     made.temperature.fill_(temperature)
     made.top_k.fill_(top_k)
     made.top_p.fill_(top_p)

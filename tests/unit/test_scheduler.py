@@ -181,7 +181,7 @@ def test_the_n_rows_of_one_prompt_hold_its_blocks_once() -> None:
     engine.step()
     assert engine.cache.num_usable - engine.cache.num_free == 4 + 3
     assert engine.last_plan.new_rows is not None
-    assert engine.last_plan.new_rows.sample_index.tolist() == [0, 1, 2]
+    assert engine.last_plan.new_rows.settings["sample_index"].tolist() == [0, 1, 2]
     engine.run()
 
 
@@ -334,9 +334,9 @@ def test_sampling_settings_travel_with_the_new_row() -> None:
     engine.step()
     new = engine.last_plan.new_rows
     assert new is not None
-    assert new.temperature.tolist() == [0.5, 0.0, 0.0]
-    assert new.top_k.tolist() == [0, 0, 7]
-    assert new.top_p.tolist() == [0.25, 1.0, 1.0]
+    assert new.settings["temperature"].tolist() == [0.5, 0.0, 0.0]
+    assert new.settings["top_k"].tolist() == [0, 0, 7]
+    assert new.settings["top_p"].tolist() == [0.25, 1.0, 1.0]
 
 
 def test_every_group_gets_its_own_blocks() -> None:

@@ -15,12 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from rapid_infer.engine.masks import AllowedTokens
 from rapid_infer.engine.plan_builder import PlanBuilder
 from rapid_infer.engine.request import Request
+from rapid_infer.engine.row_fields import ROW_DTYPE, SamplingFeatures
 from rapid_infer.engine.rows import Rows
-from rapid_infer.engine.step_plan import RowMasks, RowTokens, SamplingFeatures, StepPlan, TokenLists
+from rapid_infer.engine.step_plan import RowMasks, RowTokens, StepPlan, TokenLists
 from rapid_infer.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 from rapid_infer.worker.logprobs import gather_logprobs
 from rapid_infer.worker.request_table import RequestTable
-from rapid_infer.worker.sampler import SamplingState, sample
+from rapid_infer.worker.row_settings import RowSettings
+from rapid_infer.worker.sample import sample
 from rapid_infer.worker.staging import Staging
 from rapid_infer.worker.token_state import TokenState
 
@@ -200,12 +202,12 @@ def test_a_padding_row_may_be_counted_often(device: Device) -> None:
 def test_packed_settings_are_those_of_the_single_fields(device: Device) -> None:
     plan = device.start(request(temperature=0.3, top_k=7, seed=-(2**40)), request(top_p=0.5, min_p=0.25, min_tokens=2))
     assert plan.new_rows is not None
-    packed = SamplingState.empty(ROWS + 1, torch.device("cpu"))
-    packed.put(torch.tensor([0, 1]), torch.from_numpy(SamplingState.pack(plan.new_rows)))
-    for name in SamplingState.names():
+    packed = RowSettings.neutral(ROWS + 1, torch.device("cpu"))
+    packed.put(torch.tensor([0, 1]), torch.from_numpy(RowSettings.delta(plan.new_rows)))
+    for name in ROW_DTYPE.names or ():
         got = getattr(packed, name)
         assert torch.equal(got, getattr(device.table.sampling, name)), name
-        assert got[:2].tolist() == getattr(plan.new_rows, name).tolist()
+        assert got[:2].tolist() == plan.new_rows.settings[name].tolist()
 
 
 def test_nothing_waits_for_the_device() -> None:
@@ -218,7 +220,7 @@ def test_nothing_waits_for_the_device() -> None:
         random=True, truncated=True, min_p=True, penalties=True, bias=True, min_tokens=True, masks=True
     )
     with FakeTensorMode():
-        tokens, state = TokenState(ROWS, VOCAB, torch.device("cpu")), SamplingState.empty(ROWS, torch.device("cpu"))
+        tokens, state = TokenState(ROWS, VOCAB, torch.device("cpu")), RowSettings.neutral(ROWS, torch.device("cpu"))
         staged = [torch.empty(array.shape, dtype=_DTYPES[array.dtype.type]) for array in TokenState.delta(lists, masks)]
         rows, logits = torch.zeros(3, dtype=torch.int64), torch.zeros(3, VOCAB)
         tokens.clear(rows)

@@ -13,10 +13,11 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from rapid_infer import ops  # noqa: E402
-from rapid_infer.engine.step_plan import SamplingFeatures  # noqa: E402
+from rapid_infer.engine.row_fields import SamplingFeatures  # noqa: E402
 from rapid_infer.ops import noise  # noqa: E402
 from rapid_infer.ops.providers.triton import sampling, truncate  # noqa: E402
-from rapid_infer.worker.sampler import SamplingOps, SamplingState, sample  # noqa: E402
+from rapid_infer.worker.row_settings import RowSettings  # noqa: E402
+from rapid_infer.worker.sample import SamplingOps, sample  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF = math.inf
@@ -240,7 +241,7 @@ def test_sample_gives_the_same_tokens_with_either(features: SamplingFeatures) ->
     n = 9
     logits = torch.randn(n, 300, device=DEVICE) * 3
     logits[3, 3], logits[4, 4], logits[5] = math.nan, INF, -INF
-    state = SamplingState.empty(n + 1, torch.device(DEVICE))
+    state = RowSettings.neutral(n + 1, torch.device(DEVICE))
     state.temperature[:] = torch.arange(n + 1) % 3 / 2
     state.seed[:] = torch.arange(n + 1) * 2**31
     state.top_k[::2] = 20

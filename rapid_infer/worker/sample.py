@@ -1,0 +1,99 @@
+"""From the hidden states of the sampled rows to their next tokens: on the device, in fp32, without waiting for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rapid_infer import ops
+from rapid_infer.engine.row_fields import SamplingFeatures
+from rapid_infer.layers.embedding import LMHead
+from rapid_infer.worker.logprobs import Logprobs, gather_logprobs
+from rapid_infer.worker.request_table import RequestTable
+from rapid_infer.worker.row_settings import RowSettings
+
+
+class SamplingOps(NamedTuple):
+    """The operators of `sample`, references or bound providers."""
+
+    truncate_logits: Callable[..., Tensor] = ops.truncate_logits
+    gumbel_argmax: Callable[..., tuple[Tensor, Tensor]] = ops.gumbel_argmax
+
+    @classmethod
+    def bind(cls, resolver: ops.OpResolver) -> SamplingOps:
+        return cls(*(resolver.bind(name, torch.float32) for name in cls._fields))
+
+
+REFERENCE = SamplingOps()
+
+
+@dataclass(slots=True)
+class Chosen:
+    """tokens `[n]` int64; best `[n]` fp32, not finite for a row that failed, whose token means nothing."""
+
+    tokens: Tensor
+    best: Tensor
+    logprobs: Logprobs | None = None
+
+
+def choose(
+    head: LMHead,
+    table: RequestTable,
+    hidden: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    features: SamplingFeatures,
+    with_ops: SamplingOps,
+) -> Chosen:
+    """One token for each of `rows` `[n]` int64, by the settings in `table`, which is left as it is.
+
+    hidden `[n, hidden]`; lengths `[n]`: tokens of each row before the new one.
+    """
+    if not (features.random or features.processed or features.logprobs is not None):
+        best, tokens = head.argmax(hidden)
+        return Chosen(tokens, best)
+    raw = logits = head.logits(hidden)
+    state = table.sampling.take(rows)
+    failed = None
+    if features.processed:
+        failed = ~torch.isfinite(raw.amax(dim=-1))
+        logits = table.tokens.process(raw, rows, lengths, state, features)
+    tokens, bad = sample(logits, state, lengths, features, with_ops)
+    if failed is not None:
+        bad = bad | failed
+        tokens = tokens.where(~bad, 0)
+    best = torch.zeros_like(bad, dtype=torch.float32).masked_fill(bad, math.nan)
+    logprobs = None if features.logprobs is None else gather_logprobs(raw, tokens, features.logprobs)
+    return Chosen(tokens, best, logprobs)
+
+
+def sample(
+    logits: Tensor,
+    state: RowSettings,
+    position: Tensor,
+    features: SamplingFeatures,
+    with_ops: SamplingOps = REFERENCE,
+) -> tuple[Tensor, Tensor]:
+    """One token per row.
+
+    logits fp32 `[rows, vocab]`, `state` and `position` (index of the new token) of the same rows; returns (token int64
+    `[rows]`, failed bool `[rows]`). A failed row had NaN, or no finite maximum; its token is 0, so that it can be
+    looked up safely. Greedy rows get the plain argmax, whatever their neighbours ask for.
+    """
+    if not features.random:
+        best, token = logits.max(dim=-1)
+        failed = ~torch.isfinite(best)
+        return token.where(~failed, 0), failed
+    temperature = state.temperature
+    if features.truncated or features.min_p:
+        logits = logits / temperature.where(temperature > 0, 1.0).unsqueeze(1)
+        # What is left for the draw is to tell greedy rows from others.
+        temperature = temperature.sign()
+        top_k, top_p = (state.top_k, state.top_p) if features.truncated else (None, None)
+        logits = with_ops.truncate_logits(logits, top_k, top_p, state.min_p if features.min_p else None)
+    return with_ops.gumbel_argmax(logits, temperature, state.seed, state.sample_index, position)
