@@ -7,6 +7,7 @@ from enum import Enum, auto
 
 import numpy as np
 
+from rapid_infer.cache.prefix import HashExtra
 from rapid_infer.engine.masks import TokenMask
 from rapid_infer.engine.step_plan import I32
 from rapid_infer.errors import RequestError
@@ -25,9 +26,10 @@ class Request:
     """What the host knows of a sequence. While it runs, its counters live in `Rows`, at `row`.
 
     `prompt_token_ids` `[n]`, never written to. `seed` and `sample_index` key the sampler's noise. `limit`: the total
-    length at which it ends. `share_key` None means that its blocks are not offered to others; equal keys may share.
-    `mask` limits what may be chosen. `in_flight`: tokens sampled but not collected when it was preempted. `num_scored`:
-    prompt tokens whose log-probabilities are on their way.
+    length at which it ends. `share_key` None means that its blocks are not offered to others; equal keys may share,
+    where `extras`, which tell apart what has equal ids, are equal too. `mask` limits what may be chosen. `in_flight`:
+    tokens sampled but not collected when it was preempted. `num_scored`: prompt tokens whose log-probabilities are on
+    their way.
     """
 
     request_id: str
@@ -38,6 +40,7 @@ class Request:
     seed: int = 0
     sample_index: int = 0
     share_key: bytes | None = b""
+    extras: tuple[HashExtra, ...] = ()
     mask: TokenMask | None = None
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)

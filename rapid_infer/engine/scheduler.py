@@ -183,7 +183,8 @@ class Scheduler:
             if not chain:
                 chain += self._hashed_before(request)
             parent = chain[-1] if chain else prefix.root(size, request.share_key)
-            prefix.extend(chain, parent, request.tokens(len(chain) * size, total), size)
+            first = len(chain) * size
+            prefix.extend(chain, parent, request.tokens(first, total), size, request.extras, first)
         return chain
 
     def _hashed_before(self, request: Request) -> list[bytes]:
@@ -194,6 +195,9 @@ class Scheduler:
         n = min(len(last.prompt_token_ids), len(request.prompt_token_ids))
         differ = last.prompt_token_ids[:n] != request.prompt_token_ids[:n]
         same = int(differ.argmax()) if differ.any() else n
+        other = prefix.first_difference(last.extras, request.extras)
+        if other is not None:
+            same = min(same, other)
         return last.block_hashes[: same // self.cache.block_size]
 
     def _publish(self, row: int, computed: int) -> None:

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from rapid_infer import errors
+from rapid_infer.cache.prefix import HashExtra
 from rapid_infer.config import EngineArgs
 from rapid_infer.engine.request import Request
 from rapid_infer.engine.results import Finished, StepOutputs, TokenLogprobs
@@ -40,6 +41,7 @@ class AddRequest(msgspec.Struct, tag="add"):
     seed: int
     sample_index: int
     share_key: bytes | None
+    extras: tuple[HashExtra, ...] = ()
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -185,6 +187,7 @@ def pack_request(request: Request) -> AddRequest:
         request.seed,
         request.sample_index,
         request.share_key,
+        request.extras,
     )
 
 
@@ -199,6 +202,7 @@ def unpack_request(message: AddRequest) -> Request:
         message.seed,
         message.sample_index,
         message.share_key,
+        message.extras,
     )
 
 

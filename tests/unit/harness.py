@@ -9,6 +9,7 @@ import numpy as np
 from fake_executor import SPEC, Failures, FakeExecutor
 
 from rapid_infer.cache.manager import CacheManager
+from rapid_infer.cache.prefix import HashExtra
 from rapid_infer.cache.spec import CacheGroup
 from rapid_infer.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from rapid_infer.engine.core import EngineCore
@@ -47,13 +48,14 @@ def make_request(
     *,
     stop: tuple[int, ...] = (),
     share: bytes | None = b"",
+    extras: tuple[HashExtra, ...] = (),
     params: SamplingParams = GREEDY,
     sample_index: int = 0,
     mask: TokenMask | None = None,
 ) -> Request:
     limit = len(prompt) + max_tokens
     ids = np.array(prompt, np.int32)
-    return Request(name, ids, params, stop, limit, sample_index=sample_index, share_key=share, mask=mask)
+    return Request(name, ids, params, stop, limit, sample_index=sample_index, share_key=share, extras=extras, mask=mask)
 
 
 class Harness:

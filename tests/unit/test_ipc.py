@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import rapid_infer.ipc
+from rapid_infer.cache.prefix import HashExtra
 from rapid_infer.config import EngineArgs
 from rapid_infer.engine.request import Request
 from rapid_infer.engine.results import Finished, StepOutputs, TokenLogprobs
@@ -198,7 +199,9 @@ def test_no_field_of_a_step_is_lost() -> None:
 
 def test_no_field_of_a_new_request_is_lost() -> None:
     params = SamplingParams(0.5, top_k=3, logit_bias={7: 1.0}, allowed_token_ids=(1, 7), stop=("x",), n=2, logprobs=1)
-    request = Request("a/0/1", np.array([1, 2], np.int32), params, (9,), 30, -5, 1, b"key")
+    request = Request(
+        "a/0/1", np.array([1, 2], np.int32), params, (9,), 30, -5, 1, b"key", (HashExtra(1, 2, b"image"),)
+    )
     message = messages.to_engine(messages.encode(messages.pack_request(request)))
     assert isinstance(message, messages.AddRequest)
     arrived = messages.unpack_request(message)

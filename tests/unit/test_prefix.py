@@ -46,3 +46,35 @@ def test_a_chain_grows_from_its_last_hash() -> None:
 
 def test_token_ids_beyond_16_bits_are_told_apart() -> None:
     assert chain([1 << 16, 0, 0, 0]) != chain([0, 0, 0, 0])
+
+
+def named(*extras: prefix.HashExtra) -> list[bytes]:
+    hashes: list[bytes] = []
+    prefix.extend(hashes, prefix.root(4), TOKENS, 4, extras)
+    return hashes
+
+
+def test_an_extra_changes_the_blocks_that_it_touches_and_those_after_them() -> None:
+    image = prefix.HashExtra(5, 9, b"image")
+    assert named(image)[0] == chain(TOKENS)[0]
+    others = [
+        chain(TOKENS),
+        named(prefix.HashExtra(5, 9, b"other")),
+        named(prefix.HashExtra(4, 9, b"image")),
+        named(prefix.HashExtra(5, 10, b"image")),
+        named(prefix.HashExtra(5, 8, b"image"), prefix.HashExtra(8, 9, b"image")),
+    ]
+    for other in others:
+        assert not set(other[1:]) & set(named(image)[1:])
+    # A chain made in pieces, as a request's is while it grows.
+    pieces = named(image)[:1]
+    prefix.extend(pieces, pieces[0], TOKENS[4:], 4, (image,), first=4)
+    assert pieces == named(image)
+
+
+def test_the_first_difference_of_two_lists_of_extras() -> None:
+    one, two, other = prefix.HashExtra(2, 4, b"1"), prefix.HashExtra(6, 9, b"2"), prefix.HashExtra(5, 9, b"2")
+    assert prefix.first_difference((one, two), (one, two)) is None
+    assert prefix.first_difference((), ()) is None
+    assert prefix.first_difference((one, two), (one, other)) == 5
+    assert prefix.first_difference((one,), (one, two)) == prefix.first_difference((one, two), (one,)) == 6

@@ -128,6 +128,19 @@ def test_hashes_taken_over_from_the_request_before_are_its_own(
     assert request.block_hashes[: length // 4] == expected
 
 
+def test_equal_ids_with_other_images_share_only_what_stands_before_them() -> None:
+    engine = Harness(block_size=4)
+    for name, digest in (("a", b"cat"), ("b", b"dog"), ("c", b"cat")):
+        engine.add(name, prompt(21), 2, extras=(prefix.HashExtra(9, 14, digest),))
+        engine.step()
+    # Hashes of the first two blocks were taken over from the request before.
+    assert [engine.requests[name].num_cached_tokens for name in "abc"] == [0, 8, 20]
+    engine.run()
+    for name, other in ("ab", "bc"):
+        first, second = engine.requests[name].block_hashes, engine.requests[other].block_hashes
+        assert [x == y for x, y in zip(first, second)] == [True, True, False, False, False]
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("block_size", [1, 4])
 def test_generated_tokens_are_shared_as_well(block_size: int, depth: int) -> None:
