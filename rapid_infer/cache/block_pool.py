@@ -48,6 +48,10 @@ class BlockPool:
     def count(self, block: int) -> int:
         return self._counts[block]
 
+    def is_private(self, block: int) -> bool:
+        """Whether it has one holder, and no name by which others could find it."""
+        return self._counts[block] == 1 and self._hashes[block] is None
+
     def allocate(self, n: int) -> list[int]:
         """`n` blocks with count 1 and no content. ValueError when fewer are free: ask `num_free` first."""
         if n > self.num_free:

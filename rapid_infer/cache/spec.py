@@ -1,15 +1,22 @@
-"""What one layer caches per token. Modules with equal specs form a group: one tensor, one block table per row.
+"""What one layer caches. Modules with equal specs form groups, each with one block table per row.
 
-The engine sees specs only through `page_bytes`, `longest_resume` and `layout`; it never asks which attention they
-serve.
+The engine sees specs only through `policy`, and memory through `page_bytes` and `layout`; nobody asks which attention
+they serve.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
 from typing import Protocol
+
+from rapid_infer.cache.groups import GroupPolicy, PagedPolicy, WindowPolicy, blocks_for
+
+__all__ = ["CacheGroup", "CacheSpec", "FullKV", "LatentKV", "blocks_for"]
+
+KEY_TILE = 256
+"""Attention reads whole tiles of keys, of at most this many: a window's first tile begins before the window. What it
+reads there has no weight, but must be this row's own: 0 times another row's NaN is NaN."""
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
@@ -24,32 +31,40 @@ class CacheSpec(Protocol):
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes one token takes in one layer."""
-        ...
-
-    def layout(self, layers: int, blocks: int, block_size: int) -> tuple[int, ...]:
-        """Shape of the group's one tensor; its first dimension is the layer."""
-        ...
-
-    def longest_resume(self, hashes: Sequence[bytes], cached: Callable[[bytes], bool]) -> int:
-        """How many leading blocks can be taken over, given the prompt's block hashes and which of them are cached."""
+        """Bytes one more token takes in one layer."""
         ...
 
     @property
-    def max_rollback(self) -> int | None:
-        """How many tokens can be taken back after they were written; None for any number."""
+    def storage(self) -> Hashable:
+        """Groups where this is equal take their blocks from one pool, and lie in one tensor."""
+        ...
+
+    def page_bytes(self, block_size: int) -> int:
+        """Bytes of one block in one layer."""
+        ...
+
+    def layout(self, layers: int, blocks: int, block_size: int) -> tuple[int, ...]:
+        """Shape of a pool's one tensor; its first dimension is the layer."""
+        ...
+
+    def policy(self, block_size: int) -> GroupPolicy:
+        """Which blocks a request needs."""
         ...
 
 
-def _leading(hashes: Sequence[bytes], cached: Callable[[bytes], bool]) -> int:
-    for i, digest in enumerate(hashes):
-        if not cached(digest):
-            return i
-    return len(hashes)
+class _PerToken:
+    """A block holds `block_size` tokens."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        raise NotImplementedError
+
+    def page_bytes(self, block_size: int) -> int:
+        return block_size * self.bytes_per_token
 
 
 @dataclass(frozen=True)
-class FullKV:
+class FullKV(_PerToken):
     """Keys and values of every token: `[layers, 2 (K, V), blocks, block_size, kv_heads, head_dim]`.
 
     `kv_heads` is this rank's count. `window` is part of the spec, so layers with and without one form two groups.
@@ -67,16 +82,16 @@ class FullKV:
     def layout(self, layers: int, blocks: int, block_size: int) -> tuple[int, ...]:
         return (layers, 2, blocks, block_size, self.kv_heads, self.head_dim)
 
-    def longest_resume(self, hashes: Sequence[bytes], cached: Callable[[bytes], bool]) -> int:
-        return _leading(hashes, cached)
-
     @property
-    def max_rollback(self) -> int | None:
-        return None
+    def storage(self) -> Hashable:
+        return replace(self, window=None)
+
+    def policy(self, block_size: int) -> GroupPolicy:
+        return PagedPolicy(block_size) if self.window is None else WindowPolicy(block_size, self.window + KEY_TILE - 1)
 
 
 @dataclass(frozen=True)
-class LatentKV:
+class LatentKV(_PerToken):
     """A latent and a rope key that all heads share: `[layers, blocks, block_size, rank + rope_dim]`.
 
     Every rank holds the same values: tensor parallelism does not divide them.
@@ -93,17 +108,17 @@ class LatentKV:
     def layout(self, layers: int, blocks: int, block_size: int) -> tuple[int, ...]:
         return (layers, blocks, block_size, self.rank + self.rope_dim)
 
-    def longest_resume(self, hashes: Sequence[bytes], cached: Callable[[bytes], bool]) -> int:
-        return _leading(hashes, cached)
-
     @property
-    def max_rollback(self) -> int | None:
-        return None
+    def storage(self) -> Hashable:
+        return self
+
+    def policy(self, block_size: int) -> GroupPolicy:
+        return PagedPolicy(block_size)
 
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """`layers` modules that share one spec, hence one tensor and one block table per row."""
+    """`layers` modules that share one spec and one block table per row."""
 
     spec: CacheSpec
     layers: int
@@ -112,9 +127,4 @@ class CacheGroup:
         return self.layers * self.spec.bytes_per_token
 
     def page_bytes(self, block_size: int) -> int:
-        return block_size * self.bytes_per_token()
-
-
-def blocks_for(tokens: int, block_size: int) -> int:
-    """Blocks that hold `tokens` tokens."""
-    return math.ceil(tokens / block_size)
+        return self.layers * self.spec.page_bytes(block_size)

@@ -71,7 +71,7 @@ def examine(model: str, **kwargs: Any) -> Inspection:
     from rapid_infer.config import EngineArgs
     from rapid_infer.loader import Inventory, plan_load
     from rapid_infer.startup import configure, locate
-    from rapid_infer.worker.build import build_model, cache_groups
+    from rapid_infer.worker.build import build_model, cache_demand, cache_groups
 
     args = EngineArgs.from_kwargs(**kwargs)
     checkpoint, entry = locate(model, args)
@@ -82,6 +82,7 @@ def examine(model: str, **kwargs: Any) -> Inspection:
     built = build_model(found.cls, checkpoint, short, "meta", found.model_config)
     groups = cache_groups(built.model)
     per_token = sum(group.bytes_per_token() for group in groups)
+    demand, length = cache_demand(config, groups), config.model.max_model_len
     tensors: list[dict[str, Any]] = []
     ignored: dict[str, str] = {}
     untied: list[str] = []
@@ -106,8 +107,8 @@ def examine(model: str, **kwargs: Any) -> Inspection:
         parameters=sum(p.numel() for p in params),
         parameter_bytes=sum(p.nbytes for p in params),
         kv_bytes_per_token=per_token,
-        kv_bytes_max_model_len=per_token * config.model.max_model_len,
-        max_model_len=config.model.max_model_len,
+        kv_bytes_max_model_len=demand.bytes(length, 1) - demand.bytes(length, 0),
+        max_model_len=length,
         caches=[f"{group.layers} x {group.spec}" for group in groups],
         checkpoint_tensors=count,
         checkpoint_bytes=nbytes,

@@ -48,7 +48,8 @@ class EngineCore:
 
     def _begin(self, last_step: int = 0) -> None:
         """Nothing is cached, planned or in flight."""
-        self.cache = CacheManager(self.info.groups, self.info.num_blocks, self.info.block_size)
+        info, longest = self.info, self._config.max_num_batched_tokens
+        self.cache = CacheManager(info.groups, info.num_blocks, info.block_size, longest)
         self.scheduler = Scheduler(self._config, self.cache, last_step=last_step)
         self._in_flight: deque[tuple[Launch, Any]] = deque()
         # Set while a call changes things: found set by the next call, it says that this one was cut short.

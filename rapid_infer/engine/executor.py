@@ -12,13 +12,16 @@ from rapid_infer.engine.step_plan import RowMasks, StepPlan, StepResult
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Facts of the loaded model that the engine and the front need; they import no plugin."""
+    """Facts of the loaded model that the engine and the front need; they import no plugin.
+
+    `num_blocks`: of each pool of `groups`.
+    """
 
     architecture: str
     vocab_size: int
     max_model_len: int
     groups: Sequence[CacheGroup]
-    num_blocks: int
+    num_blocks: Sequence[int]
     block_size: int
     dtype: str
 

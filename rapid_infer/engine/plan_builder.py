@@ -62,12 +62,15 @@ class PlanBuilder:
         self._new.append((row, computed, request))
 
     def add_blocks(self, row: int, start: int, blocks: list[list[int]]) -> None:
-        """The row's block table from column `start` on."""
+        """The row's block tables from column `start` on, where there are blocks."""
         for (rows, columns, ids), mine in zip(self._blocks, blocks):
-            n = len(mine) - start
-            rows.extend([row] * n)
-            columns.extend(range(start, len(mine)))
-            ids.extend(mine[start:])
+            new = mine[start:]
+            places: Sequence[int] = range(start, len(mine))
+            if 0 in new:
+                places, new = [c for c in places if mine[c]], [block for block in new if block]
+            rows.extend([row] * len(new))
+            columns.extend(places)
+            ids.extend(new)
 
     def build(self, step: int, rows: Rows, order: Ints, start: Ints, grant: Ints, sampled: Ints) -> StepPlan:
         """`order`, `start`, `grant`: rows in batch order, their first new position and their number of tokens."""

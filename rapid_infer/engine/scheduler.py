@@ -67,7 +67,9 @@ class Scheduler:
                 self.stats.steps += 1
                 return launch
         self.end_steady()
-        builder = PlanBuilder(len(self.cache.pools))
+        builder = PlanBuilder(self.cache.num_groups)
+        if self.cache.has_checkpoints:
+            self._name_states()
         order, grant = self._share_budget()
         order, grant, preempted = self._make_room(order, grant, builder)
         if self.waiting and self.rows.num_free:
@@ -95,6 +97,9 @@ class Scheduler:
         rows, order = self.rows, self._order
         need = np.minimum(rows.known[order], rows.limit[order] - 1) - rows.computed[order]
         budget = self.config.max_num_batched_tokens
+        if self.cache.has_checkpoints:
+            for i in np.flatnonzero(need > 1):
+                need[i] = self._end_of_step(rows.owner(order[i]), int(rows.computed[order[i]]), int(need[i]))
         if need.sum() <= budget:
             return order, need
         before = np.cumsum(need) - need
@@ -102,31 +107,38 @@ class Scheduler:
             return order, np.minimum(need, np.maximum(budget - before, 0))
         return order, np.where(before + need <= budget, need, 0)
 
+    def _end_of_step(self, request: Request, computed: int, grant: int) -> int:
+        """The part of `grant` that ends where the cache wants a step to end."""
+        return self.cache.end_of_step(computed, computed + grant, len(request.prompt_token_ids)) - computed
+
     def _make_room(self, order: Ints, grant: Ints, builder: PlanBuilder) -> tuple[Ints, Ints, bool]:
         """Give every row blocks for its granted tokens, preempting the latest rows when the pool is short."""
-        rows, size = self.rows, self.cache.block_size
-        end = len(order)
+        rows, end = self.rows, len(order)
         stop, capacity = rows.computed[order] + grant, rows.capacity[order]
         short = np.flatnonzero(stop > capacity)
-        have = capacity[short] // size
-        extra = -(-stop[short] // size) - have
-        for i, row, start, n in zip(short.tolist(), order[short].tolist(), have.tolist(), extra.tolist()):
+        for i, row, tokens in zip(short.tolist(), order[short].tolist(), stop[short].tolist()):
             if i >= end:
                 break
+            blocks = rows.owner(row).blocks
+            if self.cache.trims:
+                self._trim(row)
             # What comes back with the steps in flight is worth waiting for; preempting more would only recompute more.
-            while self.cache.num_free < n and self.cache.num_free_soon < n and end > i:
+            while end > i and not self.cache.can_grow(blocks, tokens, soon=True):
                 end -= 1
                 self._preempt(int(order[end]))
             if end <= i:
                 break
-            if self.cache.num_free < n:
+            if not self.cache.can_grow(blocks, tokens):
                 grant[i] = 0
                 continue
-            request = rows.owner(row)
-            self.cache.extend(request.blocks, n)
-            builder.add_blocks(row, start, request.blocks)
-            rows.capacity[row] = (start + n) * size
+            self._grow(row, tokens, builder)
         return order[:end], grant[:end], end < len(order)
+
+    def _grow(self, row: int, tokens: int, builder: PlanBuilder) -> None:
+        blocks, size = self.rows.owner(row).blocks, self.cache.block_size
+        self.cache.grow(blocks, tokens, self.last_step + 1)
+        builder.add_blocks(row, int(self.rows.capacity[row]) // size, blocks)
+        self.rows.capacity[row] = len(blocks[0]) * size
 
     def _admit(self, used: int, builder: PlanBuilder) -> tuple[Ints, Ints]:
         admitted: list[int] = []
@@ -156,6 +168,7 @@ class Scheduler:
             if not self.config.enable_chunked_prefill:
                 return 0
             grant = budget
+        grant = self._end_of_step(request, hits * size, grant)
         # Reserving the whole known length keeps a half-admitted prompt from being preempted by the rows before it at
         # once.
         blocks = self.cache.admit(hashes[:hits], hits * size + grant, reserve=total)
@@ -168,9 +181,10 @@ class Scheduler:
             self.cache.hit_tokens += hits * size
             self.cache.queried_tokens += total
         published = NOT_SHARED if request.share_key is None else hits
-        row = self.rows.take(request, hits * size, len(blocks[0]) * size, published)
+        row = self.rows.take(request, hits * size, hits * size, published)
         builder.add_row(row, hits * size, request)
         builder.add_blocks(row, 0, blocks)
+        self._grow(row, hits * size + grant, builder)
         # For those admitted after it, as in `schedule`.
         self._publish(row, hits * size + grant)
         return grant
@@ -199,6 +213,24 @@ class Scheduler:
         if other is not None:
             same = min(same, other)
         return last.block_hashes[: same // self.cache.block_size]
+
+    def _trim(self, row: int) -> None:
+        """Give back blocks that nothing sees any more, under the names by which others may still want them."""
+        rows = self.rows
+        certain = min(int(rows.computed[row]), int(rows.collected[row]))
+        self._publish(row, certain)
+        self.cache.trim(rows.owner(row).blocks, certain, self.last_step)
+
+    def _name_states(self) -> None:
+        """Name the states that the steps planned so far leave behind, where they are to be checkpoints."""
+        rows, size = self.rows, self.cache.block_size
+        for row in self._order.tolist():
+            request, computed = rows.owner(row), int(rows.computed[row])
+            whole = computed == rows.capacity[row] and computed <= rows.collected[row]
+            prompt = len(request.prompt_token_ids)
+            if whole and request.share_key is not None and self.cache.keeps(computed, prompt):
+                digest = self._hashes(request, computed)[computed // size - 1]
+                self.cache.checkpoint(request.blocks, computed, prompt, digest)
 
     def _publish(self, row: int, computed: int) -> None:
         """Name the row's blocks that are full of `computed` tokens which the host has seen.
@@ -236,7 +268,7 @@ class Scheduler:
         sampled_rows = order if samples.all() else order[samples]
         rows.known[sampled_rows] += 1
         plan = builder.build(self.last_step, rows, order, start, grant, np.flatnonzero(samples))
-        if SteadyBatch.fits(plan, rows, self._order):
+        if SteadyBatch.fits(plan, rows, self.cache, self._order):
             self._steady = SteadyBatch(rows, self.cache, order, self.last_step)
         requests = [rows.owner(row) for row in order.tolist()]
         sampled = requests if samples.all() else [requests[i] for i in plan.sampled.tolist()]

@@ -63,15 +63,15 @@ class SteadyBatch:
         self._stop = stop if (stop >= 0).any() else None
         everyone = np.arange(len(order))
         self._needs_block = _Turns(everyone, rows.capacity[order] - self._computed + 1, cache.block_size)
-        self._no_blocks = tuple(NewBlocks(_NONE, _NONE, _NONE) for _ in cache.pools)
+        self._no_blocks = tuple(NewBlocks(_NONE, _NONE, _NONE) for _ in range(cache.num_groups))
         self._log = np.empty((_LOGGED, len(order)), np.int32)
         self._logged = 0
 
     @staticmethod
-    def fits(plan: StepPlan, rows: Rows, order: Ints) -> bool:
+    def fits(plan: StepPlan, rows: Rows, cache: CacheManager, order: Ints) -> bool:
         """Whether the rows of this plan, all of `order`, will go on as one."""
         one_each = plan.max_query_len == 1 and len(plan.sampled) == len(plan.rows) == len(order)
-        return one_each and not rows.gated[order].any()
+        return one_each and not rows.gated[order].any() and not cache.trims and not cache.has_checkpoints
 
     def planned(self, launch: Launch) -> bool:
         return launch.plan.step > self._since
@@ -82,9 +82,9 @@ class SteadyBatch:
         if self._planned >= self._last_step:
             return None
         short = self._needs_block.at(self._planned + 1)
-        if len(short) > self._cache.num_free:
+        if len(short) > self._cache.num_free_columns:
             return None
-        new_blocks = self._extend(short) if len(short) else self._no_blocks
+        new_blocks = self._extend(short, step) if len(short) else self._no_blocks
         self._planned += 1
         plan = StepPlan(
             step=step,
@@ -129,16 +129,16 @@ class SteadyBatch:
             request.output_token_ids += tokens
         self._logged = 0
 
-    def _extend(self, short: Ints) -> tuple[NewBlocks, ...]:
+    def _extend(self, short: Ints, step: int) -> tuple[NewBlocks, ...]:
         """One block of every group for each of these rows."""
         batch_rows = self._batch_rows[short]
         columns = ((self._computed[short] + self._planned) // self._cache.block_size).astype(np.int32)
         owners = [self._requests[i] for i in short.tolist()]
+        for request, column in zip(owners, columns.tolist()):
+            self._cache.grow(request.blocks, (column + 1) * self._cache.block_size, step)
         added = []
-        for group, pool in enumerate(self._cache.pools):
-            blocks = pool.allocate(len(short))
-            for request, block in zip(owners, blocks):
-                request.blocks[group].append(block)
+        for group in range(self._cache.num_groups):
+            blocks = [request.blocks[group][-1] for request in owners]
             added.append(NewBlocks(batch_rows, columns, np.array(blocks, np.int32)))
         self._rows.capacity[self._order[short]] += self._cache.block_size
         return tuple(added)

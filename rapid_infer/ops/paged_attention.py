@@ -102,16 +102,18 @@ def paged_attention(
     out = torch.empty(q.shape[0], heads, v_cache.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     for row, start, stop, n in zip(rows, starts, starts[1:], lengths):
-        blocks = metadata.block_table[row, : math.ceil(n / k_cache.shape[1])].long()
+        # What no query sees is not read: a window's row may have given those blocks back.
+        begin = 0 if params.window is None else max(n - (stop - start) - params.window + 1, 0)
+        key = torch.arange(begin, n, device=q.device)
+        slots = metadata.block_table[row][key // k_cache.shape[1]].long() * k_cache.shape[1] + key % k_cache.shape[1]
         keys, values = (
-            cache[blocks].view(-1, kv_heads, cache.shape[-1])[:n].float().repeat_interleave(heads // kv_heads, dim=1)
+            cache.flatten(0, 1)[slots].float().repeat_interleave(heads // kv_heads, dim=1)
             for cache in (k_cache, v_cache)
         )
         scores = torch.einsum("qhd,khd->hqk", q[start:stop].float(), keys) * params.scale
         if params.soft_cap is not None:
             scores = params.soft_cap * torch.tanh(scores / params.soft_cap)
         position = torch.arange(n - (stop - start), n, device=q.device).unsqueeze(1)
-        key = torch.arange(n, device=q.device)
         hidden = key > position
         if params.window is not None:
             hidden |= key <= position - params.window

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 
-from rapid_infer.cache.budget import GIB, CachePlan, fit_model_len, plan_blocks
-from rapid_infer.cache.spec import CacheGroup, CacheSpec, blocks_for
+from rapid_infer.cache.budget import GIB, CacheDemand, CachePlan, fit_model_len, plan_blocks
+from rapid_infer.cache.pools import divide_layers, shared_pools
+from rapid_infer.cache.spec import CacheGroup, CacheSpec
 from rapid_infer.config import EngineConfig
 from rapid_infer.device import available_host_memory, gpu_facts
 from rapid_infer.errors import ConfigError, PluginError
@@ -108,8 +110,25 @@ def cached_modules(model: nn.Module) -> dict[CacheSpec, list[CachedModule]]:
     return groups
 
 
+def grouped_modules(model: nn.Module) -> list[tuple[CacheGroup, list[CachedModule]]]:
+    """The cache groups and their modules: consecutive ones of equal spec, all of them wherever that wastes nothing."""
+    by_spec = cached_modules(model)
+    sizes = divide_layers({spec: len(modules) for spec, modules in by_spec.items()})
+    groups = []
+    for spec, modules in by_spec.items():
+        rest = iter(modules)
+        groups += [(CacheGroup(spec, n), list(islice(rest, n))) for n in sizes[spec]]
+    return groups
+
+
 def cache_groups(model: nn.Module) -> list[CacheGroup]:
-    return [CacheGroup(spec, len(modules)) for spec, modules in cached_modules(model).items()]
+    return [group for group, _ in grouped_modules(model)]
+
+
+def cache_demand(config: EngineConfig, groups: Sequence[CacheGroup]) -> CacheDemand:
+    """What this many rows, and steps of this many tokens, ask of the caches."""
+    scheduler = config.scheduler
+    return CacheDemand(groups, config.cache.block_size, scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
 
 
 def cache_budget(config: EngineConfig, groups: Sequence[CacheGroup], spare: int | None = None) -> int:
@@ -119,12 +138,9 @@ def cache_budget(config: EngineConfig, groups: Sequence[CacheGroup], spare: int 
     """
     if config.cache.kv_cache_memory_bytes is not None:
         return config.cache.kv_cache_memory_bytes
-    size = config.cache.block_size
     # Past prompts are worth room too, also where few requests run at once.
     sequences = max(config.scheduler.max_num_seqs, 64)
-    useful = (sequences * blocks_for(config.model.max_model_len, size) + 1) * sum(
-        group.page_bytes(size) for group in groups
-    )
+    useful = cache_demand(config, groups).bytes(config.model.max_model_len, sequences)
     if spare is None:
         spare = min(4 * GIB, available_host_memory() // 4)
     return max(min(useful, spare), 0)
@@ -140,7 +156,8 @@ def plan_cache(
     if memory is not None:
         memory.check(config.cache.kv_cache_memory_bytes)
     spare = None if memory is None else memory.cache
-    plan = plan_blocks(groups, config.cache.block_size, cache_budget(config, groups, spare))
+    budget = cache_budget(config, groups, spare)
+    plan = plan_blocks(cache_demand(config, groups), budget, config.model.max_model_len)
     try:
         length = fit_model_len(plan, config.model.max_model_len, shrink=config.model.max_model_len_is_auto)
     except ConfigError as error:
@@ -156,10 +173,19 @@ def plan_cache(
 
 
 @traced("worker.allocate_caches")
-def allocate_caches(model: nn.Module, num_blocks: int, block_size: int, device: torch.device | str) -> None:
-    """One tensor per group, each layer bound to its slice. Not zeroed: nothing reads beyond a row's length."""
-    for number, (spec, modules) in enumerate(cached_modules(model).items()):
-        shape = spec.layout(len(modules), num_blocks, block_size)
-        cache = torch.empty(shape, dtype=getattr(torch, spec.dtype), device=device)
-        for layer, module in enumerate(modules):
-            module.bind_cache(number, cache[layer])
+def allocate_caches(
+    model: nn.Module, num_blocks: int | Sequence[int], block_size: int, device: torch.device | str
+) -> None:
+    """One tensor per pool, each layer bound to its slice. `num_blocks`: of every pool, or of each.
+
+    Not zeroed: nothing reads slots that its row has not written.
+    """
+    groups = grouped_modules(model)
+    pools = shared_pools([group for group, _ in groups])
+    counts = [num_blocks] * len(pools) if isinstance(num_blocks, int) else num_blocks
+    for pool, blocks in zip(pools, counts, strict=True):
+        shape = pool.spec.layout(pool.layers, blocks, block_size)
+        cache = torch.empty(shape, dtype=getattr(torch, pool.spec.dtype), device=device)
+        for number in pool.groups:
+            for layer, module in enumerate(groups[number][1]):
+                module.bind_cache(number, cache[layer])

@@ -22,13 +22,11 @@ from rapid_infer.layers.embedding import LMHead
 from rapid_infer.layers.linear import Linear
 from rapid_infer.models.checkpoint import Checkpoint
 from rapid_infer.profiling import traced
-from rapid_infer.worker.build import build_model, cache_budget, cache_groups
+from rapid_infer.worker.build import build_model, cache_budget, cache_demand, cache_groups
 from rapid_infer.worker.request_table import RequestTable
 
 P = ParamSpec("P")
 T = TypeVar("T")
-LEAST_BLOCKS = 2
-"""Of a cache whose max_model_len may shrink: padding, and one that holds tokens."""
 
 
 @dataclass(frozen=True)
@@ -99,19 +97,20 @@ def check_memory(cls: Any, checkpoint: Checkpoint, config: EngineConfig) -> None
     if config.cache.kv_cache_memory_bytes is not None or config.device != "cuda":
         # Known already, so it is said before the weights are read and not after.
         groups = cache_groups(built.model)
-        plan = plan_blocks(groups, config.cache.block_size, cache_budget(config, groups))
-        fit_model_len(plan, config.model.max_model_len, shrink=config.model.max_model_len_is_auto)
+        length = config.model.max_model_len
+        plan = plan_blocks(cache_demand(config, groups), cache_budget(config, groups), length)
+        fit_model_len(plan, length, shrink=config.model.max_model_len_is_auto)
 
 
 def memory_need(model: Any, vocab_size: int, config: EngineConfig, room: Room) -> Need:
     """What `model`, on any device, takes at the least when it runs with `config`."""
     length, block = config.model.max_model_len, config.cache.block_size
     groups = cache_groups(model)
-    page = sum(group.page_bytes(block) for group in groups)
-    blocks = LEAST_BLOCKS if config.model.max_model_len_is_auto else blocks_for(length, block) + 1
+    demand = cache_demand(config, groups)
+    least = demand.bytes(1 if config.model.max_model_len_is_auto else length, 1)
     asked = config.cache.kv_cache_memory_bytes
     rows = config.scheduler.max_num_seqs
-    most = plan_blocks(groups, block, cache_budget(config, groups, room.limit)).num_tokens
+    most = plan_blocks(demand, cache_budget(config, groups, room.limit), length).num_tokens
     tokens = max(min(config.scheduler.max_num_batched_tokens, rows * length, most), 0)
     table = RequestTable(torch.device("meta"), rows, len(groups), blocks_for(length, block), vocab_size)
     weights = sum(param.nbytes for param in model.parameters())
@@ -119,7 +118,7 @@ def memory_need(model: Any, vocab_size: int, config: EngineConfig, room: Room) -
         weights += sum(module.packed_bytes for module in model.modules() if isinstance(module, LMHead))
     # Scores of all rows are in fp32.
     step = max(tokens * _widest_input(model), min(rows, tokens) * vocab_size * 4)
-    return Need(weights, blocks * page if asked is None else asked, table.block_tables.nbytes, step, tokens)
+    return Need(weights, least if asked is None else asked, table.block_tables.nbytes, step, tokens)
 
 
 def advice(config: EngineConfig, need: Need, room: Room) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -70,8 +71,8 @@ class Worker:
         logger.info("%s", profile)
         return profile
 
-    def allocate(self, num_blocks: int) -> None:
-        """The caches, the same number of blocks on every rank. PluginError when a first forward fails."""
+    def allocate(self, num_blocks: Sequence[int]) -> None:
+        """The caches, `num_blocks` of each pool, the same on every rank. PluginError when a first forward fails."""
         build.allocate_caches(self.built.model, num_blocks, self._config.cache.block_size, self.device)
         if self.device.type != "cuda":
             # Elsewhere the largest step was the first.

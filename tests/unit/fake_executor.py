@@ -1,18 +1,22 @@
 """A device made of arrays: it runs StepPlans with a toy model and checks what a real device would write and read.
 
-Every slot holds the (token, position) that was written there. A row's next token is a function of all tokens read
-through its block table, so a wrong block, a stale prefix or an early reuse changes the tokens or fails a check.
+Every slot holds the (token, position) that was written there, and each row's own tokens are kept beside it. What a row
+reads through its block tables, as far as each group sees, is compared with them, so a wrong block, a stale prefix or an
+early reuse fails a check.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from rapid_infer.cache.block_pool import BlockPool
+from rapid_infer.cache.groups import GroupPolicy, StatePolicy, WindowPolicy
+from rapid_infer.cache.pools import shared_pools
 from rapid_infer.cache.spec import CacheGroup, FullKV
 from rapid_infer.engine.executor import ModelInfo
 from rapid_infer.engine.request import Request
@@ -22,6 +26,37 @@ VOCAB = 50
 GARBAGE = -7
 SPEC = FullKV(1, 8, "float32")
 
+
+@dataclass(frozen=True)
+class ToyKV(FullKV):
+    """Sees `window` tokens, and nothing beyond, so that blocks go back as early as they may."""
+
+    def policy(self, block_size: int) -> GroupPolicy:
+        return super().policy(block_size) if self.window is None else WindowPolicy(block_size, self.window)
+
+
+@dataclass(frozen=True)
+class ToyState:
+    """What a recurrent layer keeps of a sequence: one number for all tokens so far."""
+
+    every: int = 1
+    dtype = "float32"
+    bytes_per_token = 0
+
+    @property
+    def storage(self) -> Hashable:
+        return self
+
+    def page_bytes(self, block_size: int) -> int:
+        return 4
+
+    def layout(self, layers: int, blocks: int, block_size: int) -> tuple[int, ...]:
+        return layers, blocks
+
+    def policy(self, block_size: int) -> GroupPolicy:
+        return StatePolicy(block_size, self.every)
+
+
 Owner = tuple[int, int]
 """A row and how many requests it has had."""
 
@@ -29,6 +64,11 @@ Owner = tuple[int, int]
 def next_token(history: Sequence[int]) -> int:
     """The toy model."""
     return zlib.crc32(np.asarray(history, np.int32).tobytes()) % VOCAB
+
+
+def next_state(state: int, tokens: Sequence[int]) -> int:
+    """The toy recurrence."""
+    return zlib.crc32(np.asarray(tokens, np.int32).tobytes(), state)
 
 
 def undisturbed(request: Request) -> list[int]:
@@ -69,7 +109,7 @@ class FakeExecutor:
     def __init__(
         self,
         *,
-        num_blocks: int,
+        num_blocks: int | Sequence[int],
         block_size: int,
         max_model_len: int,
         max_num_seqs: int,
@@ -77,10 +117,13 @@ class FakeExecutor:
         groups: Sequence[CacheGroup] = (CacheGroup(SPEC, 1),),
         failures: Failures | None = None,
     ) -> None:
-        self.info = ModelInfo("Fake", VOCAB, max_model_len, groups, num_blocks, block_size, "float32")
+        pools = shared_pools(groups)
+        counts = [num_blocks] * len(pools) if isinstance(num_blocks, int) else num_blocks
+        self.info = ModelInfo("Fake", VOCAB, max_model_len, groups, counts, block_size, "float32")
         self.budget = budget
         self.failures = failures or Failures()
         self.owner_of: Callable[[int], Request | None] = lambda row: None
+        self.pool_of: Callable[[int], BlockPool | None] = lambda group: None
         self.is_healthy = True
         self.violation: AssertionError | None = None
         self.plans: list[StepPlan] = []
@@ -96,8 +139,16 @@ class FakeExecutor:
         self._table = [table.copy() for table in self._named]
         self._length = np.zeros(max_num_seqs, np.int64)
         self._last = np.zeros(max_num_seqs, np.int64)
-        self._token = [np.full(num_blocks * block_size, GARBAGE) for _ in groups]
-        self._position = [np.full(num_blocks * block_size, GARBAGE) for _ in groups]
+        self._policies = [group.spec.policy(block_size) for group in groups]
+        pool_of = {g: number for number, pool in enumerate(pools) for g in pool.groups}
+        self._pool = [pool_of[g] for g in range(len(groups))]
+        # The tokens that each row has computed, or took over.
+        self._fed: list[list[int]] = [[] for _ in range(max_num_seqs)]
+        # Groups of one pool write to one tensor.
+        shape = [n * block_size for n in counts]
+        token, position = ([np.full(n, GARBAGE) for n in shape] for _ in range(2))
+        self._token, self._position = ([arrays[number] for number in self._pool] for arrays in (token, position))
+        # Of states: the number, at a block's own place, and beside it how many tokens it stands for.
 
     def healthy(self) -> bool:
         for step in self._queue:
@@ -204,20 +255,48 @@ class FakeExecutor:
             assert stop <= self.info.max_model_len
             assert stop <= plan.max_seq_len
             assert plan.query_lens[i] == 1 or plan.max_context_len is None or start <= plan.max_context_len
-            columns = -(-stop // self._size)
             for group, table in enumerate(self._named):
-                blocks = table[row, :columns]
-                assert blocks.all(), f"row {row} lacks a block"
-                assert len(set(blocks.tolist())) == columns
-                for column, block in enumerate(blocks.tolist()):
-                    key = block * len(self._named) + group
+                reads, writes_to = self._touched(group, start, stop)
+                columns = sorted({*reads, *writes_to})
+                blocks = dict(zip(columns, table[row, columns].tolist()))
+                assert all(blocks.values()), f"row {row} lacks a block"
+                if not self._is_state(group):
+                    assert len(set(blocks.values())) == len(columns)
+                for column, block in blocks.items():
+                    key = block * len(self._named) + self._pool[group]
                     step.reads.setdefault(key, set()).add(step.owners[i])
-                    if (column + 1) * self._size > start:
-                        assert writes.setdefault(key, step.owners[i]) == step.owners[i], (
-                            f"block {block} has two writers"
-                        )
+                    if column in writes_to:
+                        owner = writes.setdefault(key, step.owners[i])
+                        assert owner == step.owners[i], f"block {block} has two writers"
                         for other in in_flight:
                             assert other.reads.get(key, set()) <= {step.owners[i]}, f"block {block} is still in use"
+                        self._check_state_write(group, block)
+        for key, owner in writes.items():
+            if self._is_state_key(key):
+                assert step.reads[key] <= {owner}, "a state is read by one row and written by another"
+
+    def _is_state(self, group: int) -> bool:
+        return isinstance(self._policies[group], StatePolicy)
+
+    def _is_state_key(self, key: int) -> bool:
+        return any(self._is_state(g) for g, pool in enumerate(self._pool) if pool == key % len(self._named))
+
+    def _touched(self, group: int, start: int, stop: int) -> tuple[range, range]:
+        """The columns that a row's step of these positions reads, and those that it writes."""
+        policy, size = self._policies[group], self._size
+        if isinstance(policy, StatePolicy):
+            read, written = (start - 1) // size, (stop - 1) // size
+            return range(read, read + 1) if start else range(0), range(written, written + 1)
+        return range(self._sees_from(group, start) // size, -(-stop // size)), range(start // size, -(-stop // size))
+
+    def _sees_from(self, group: int, position: int) -> int:
+        policy = self._policies[group]
+        return max(position - policy.window + 1, 0) if isinstance(policy, WindowPolicy) else 0
+
+    def _check_state_write(self, group: int, block: int) -> None:
+        pool = self.pool_of(group)
+        if self._is_state(group) and pool is not None:
+            assert pool.is_private(block), f"a step writes to block {block}, which others may read"
 
     @staticmethod
     def _apply(plan: StepPlan, tables: Sequence[np.ndarray], length: np.ndarray) -> None:
@@ -233,13 +312,18 @@ class FakeExecutor:
     def _run(self, step: Launched, broken: bool) -> StepResult:
         plan = step.plan
         self._apply(plan, self._table, self._length)
+        if plan.new_rows is not None:
+            known = dict(zip(plan.rows.tolist(), step.true_tokens))
+            for row, computed in zip(plan.new_rows.rows.tolist(), plan.new_rows.computed.tolist()):
+                self._fed[row] = known[row][:computed]
         starts = np.cumsum(plan.query_lens) - plan.query_lens
         # All rows write before any row reads, as in a layer: a row may share a block that another fills in this step.
+        before = {row: int(self._length[row]) for row in plan.rows.tolist()}
         for row, first, count in zip(plan.rows, starts, plan.query_lens):
             self._write(plan, int(row), int(first), int(count), broken)
         tokens = np.zeros(len(plan.sampled), np.int32)
         if not broken:
-            histories = [self._read(step, i) for i in range(len(plan.rows))]
+            histories = [self._read(step, i, before[int(row)]) for i, row in enumerate(plan.rows)]
             tokens[:] = [next_token(histories[i]) for i in plan.sampled]
         failed = self.failures.rows(plan)
         tokens[failed] = 0
@@ -254,22 +338,45 @@ class FakeExecutor:
         else:
             assert count == 1, "only the last token of a row is on the device"
             tokens = self._last[row : row + 1]
+        assert len(self._fed[row]) == start
+        self._fed[row] += tokens.tolist()
         position = np.arange(start, start + count)
-        for table, token_at, position_at in zip(self._table, self._token, self._position):
+        for group, (table, token_at, position_at) in enumerate(zip(self._table, self._token, self._position)):
+            if self._is_state(group):
+                self._write_state(group, row, start, tokens, broken)
+                continue
             slots = table[row, position // self._size] * self._size + position % self._size
             token_at[slots], position_at[slots] = (GARBAGE, GARBAGE) if broken else (tokens, position)
         self._length[row] = start + count
 
-    def _read(self, step: Launched, i: int) -> np.ndarray:
+    def _write_state(self, group: int, row: int, start: int, tokens: np.ndarray, broken: bool) -> None:
+        table, state_at, count_at = self._table[group][row], self._token[group], self._position[group]
+        state = 0
+        if start and not broken:
+            slot = table[(start - 1) // self._size] * self._size
+            assert count_at[slot] == start, f"row {row} at {start} reads a state after {count_at[slot]} tokens"
+            state = int(state_at[slot])
+        stop = start + len(tokens)
+        slot = table[(stop - 1) // self._size] * self._size
+        state_at[slot] = GARBAGE if broken else next_state(state, tokens)
+        count_at[slot] = GARBAGE if broken else stop
+
+    def _read(self, step: Launched, i: int, start: int) -> np.ndarray:
+        """All tokens of a row, which every group must agree on as far as it sees."""
         row, known = int(step.plan.rows[i]), step.true_tokens[i]
-        position = np.arange(self._length[row])
-        histories = []
-        for table, token_at, position_at in zip(self._table, self._token, self._position):
+        stop = int(self._length[row])
+        history = np.array(self._fed[row], np.int64)
+        n = min(len(known), stop)
+        assert history[:n].tolist() == known[:n], f"row {row} computes tokens that are not its own"
+        for group, (table, token_at, position_at) in enumerate(zip(self._table, self._token, self._position)):
+            if self._is_state(group):
+                slot = table[row, (stop - 1) // self._size] * self._size
+                assert (position_at[slot], token_at[slot]) == (stop, next_state(0, history)), (
+                    f"row {row} has a wrong state"
+                )
+                continue
+            position = np.arange(self._sees_from(group, start), stop)
             slots = table[row, position // self._size] * self._size + position % self._size
             assert np.array_equal(position_at[slots], position), f"row {row} reads positions {position_at[slots]}"
-            histories.append(token_at[slots])
-        history = histories[0]
-        assert all(np.array_equal(history, other) for other in histories)
-        n = min(len(known), len(history))
-        assert history[:n].tolist() == known[:n], f"row {row} reads tokens that are not its own"
+            assert np.array_equal(token_at[slots], history[position]), f"row {row} reads tokens that are not its own"
         return history

@@ -64,7 +64,7 @@ class Harness:
     def __init__(
         self,
         *,
-        num_blocks: int = 64,
+        num_blocks: int | Sequence[int] = 64,
         groups: Sequence[CacheGroup] = (CacheGroup(SPEC, 1),),
         failures: Failures | None = None,
         **options: Any,
@@ -81,6 +81,7 @@ class Harness:
         )
         self.core = EngineCore(config, self.executor)
         self.executor.owner_of = lambda row: self.scheduler.rows.requests[row]
+        self.executor.pool_of = lambda group: self.core.cache.pool_of(group)
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, Finished] = {}

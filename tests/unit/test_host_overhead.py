@@ -79,7 +79,7 @@ class StubModel:
 class StubExecutor:
     def __init__(self, queue_depth: int) -> None:
         groups = [CacheGroup(FullKV(1, 8, "float32"), 1)]
-        self.info = ModelInfo("Stub", VOCAB, MAX_LEN, groups, ROWS * MAX_LEN // BLOCK_SIZE + 1, BLOCK_SIZE, "float32")
+        self.info = ModelInfo("Stub", VOCAB, MAX_LEN, groups, [ROWS * MAX_LEN // BLOCK_SIZE + 1], BLOCK_SIZE, "float32")
         self.runner = ModelRunner(
             StubModel(),
             torch.device("cpu"),

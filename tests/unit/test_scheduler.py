@@ -1,7 +1,7 @@
 """What runs in which step. Claims are read off the StepPlans; the fake device checks each plan on its own besides."""
 
 import pytest
-from fake_executor import SPEC, undisturbed
+from fake_executor import SPEC, ToyKV, ToyState, undisturbed
 from harness import GREEDY, Harness
 
 from rapid_infer.cache import prefix
@@ -359,6 +359,48 @@ def test_every_group_gets_its_own_blocks() -> None:
     assert [len(group.blocks) for group in engine.last_plan.new_blocks] == [3, 3]
     engine.run()
     assert engine.tokens["a"] == undisturbed(engine.requests["a"])
+
+
+def test_a_prompt_behind_a_window_needs_only_the_windows_blocks_and_finds_them_again() -> None:
+    groups = [CacheGroup(ToyKV(1, 8, "float32"), 1), CacheGroup(ToyKV(1, 8, "float32", 6), 1)]
+    engine = Harness(block_size=4, groups=groups, num_blocks=40, max_model_len=64, max_num_batched_tokens=8)
+    request = engine.add("a", prompt(40), 10)
+    for _ in range(6):
+        engine.step()
+    full, window = request.blocks
+    assert (len(full), len(window)) == (11, 11)
+    # Before the last growth 40 tokens were computed: position 40 sees those from 35 on.
+    assert all(full)
+    assert [c for c, block in enumerate(window) if block] == [8, 9, 10]
+    engine.run()
+    # Blocks went back under their names; of the window group, the last ones of any prefix are enough.
+    for length, hits in ((45, 44), (23, 20), (9, 8)):
+        again = engine.add(f"again {length}", request.tokens(0, length).tolist(), 2)
+        engine.step()
+        assert again.num_cached_tokens == hits
+        assert sum(map(bool, again.blocks[1][: hits // 4])) == min(2, hits // 4)
+        engine.run()
+        assert engine.tokens[f"again {length}"] == undisturbed(again)
+
+
+def test_a_state_is_kept_at_the_end_of_a_prompt_and_of_every_nth_block() -> None:
+    groups = [CacheGroup(SPEC, 1), CacheGroup(ToyState(every=4), 1)]
+    engine = Harness(block_size=4, groups=groups, num_blocks=60, max_model_len=64)
+    first = engine.add("a", prompt(23), 30)
+    # The step ends at the prompt's last block boundary, and what it left is a name before the next one writes.
+    engine.step()
+    assert engine.lens() == {0: 20}
+    engine.run()
+    tokens = first.tokens(0, first.num_tokens).tolist()
+    states = engine.cache.pool_of(1)
+    named = [n for n in range(1, 14) if states.has(first.block_hashes[n - 1])]
+    assert named == [5, 8, 12]
+    # Keys and values are there for 52 tokens: the longest that both can resume from counts.
+    for length, hits in ((53, 48), (47, 32), (31, 20), (20, 0)):
+        again = engine.add(f"again {length}", tokens[:length], 1)
+        engine.run()
+        assert again.num_cached_tokens == hits
+        assert engine.tokens[f"again {length}"] == undisturbed(again)
 
 
 def test_reset_prefix_cache_makes_the_next_request_compute_everything() -> None:

@@ -88,7 +88,10 @@ def test_blocks_of_a_step_in_flight_are_not_handed_out() -> None:
     engine = Harness(queue_depth=2, num_blocks=4, max_model_len=12, max_num_seqs=2)
     stop_after(engine, "first", prompt(5), 3)
     step_until_ended(engine, "first")
-    assert engine.cache.num_free < engine.cache.num_usable == engine.cache.num_free_soon
+    assert engine.cache.num_free < engine.cache.num_usable
+    everything = engine.cache.num_usable * 4
+    assert engine.cache.can_grow([[]], everything, soon=True)
+    assert not engine.cache.can_grow([[]], everything)
     engine.add("second", prompt(9, 20), 3)
     engine.run()
     assert engine.tokens["second"] == undisturbed(engine.requests["second"])
