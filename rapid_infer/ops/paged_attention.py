@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rapid_infer.cache.slots import slots_of
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.attention_params import OPTIONS, AttentionParams
 from rapid_infer.ops.registry import Case, op
@@ -28,7 +29,7 @@ def make_metadata(
     table = torch.randperm(blocks - 1)[: rows * per_row].view(rows, per_row).int() + 1
     positions = torch.cat([torch.arange(n - q, n) for n, q in zip(seq_lens, query_lens)])
     row_of = torch.repeat_interleave(torch.arange(rows), torch.tensor(query_lens))
-    slots = table[row_of, positions // block_size].long() * block_size + positions % block_size
+    slots = slots_of(table, row_of, positions, block_size)
     start = torch.tensor([0, *query_lens]).cumsum(0).int()
     metadata = AttentionMetadata(
         block_table=table.to(device),
@@ -105,7 +106,7 @@ def paged_attention(
         # What no query sees is not read: a window's row may have given those blocks back.
         begin = 0 if params.window is None else max(n - (stop - start) - params.window + 1, 0)
         key = torch.arange(begin, n, device=q.device)
-        slots = metadata.block_table[row][key // k_cache.shape[1]].long() * k_cache.shape[1] + key % k_cache.shape[1]
+        slots = slots_of(metadata.block_table, row, key, k_cache.shape[1])
         keys, values = (
             cache.flatten(0, 1)[slots].float().repeat_interleave(heads // kv_heads, dim=1)
             for cache in (k_cache, v_cache)

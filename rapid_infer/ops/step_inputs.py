@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rapid_infer.cache.slots import slots_of
 from rapid_infer.ops.registry import Case, op
 
 
@@ -116,8 +117,7 @@ def decode_inputs(
     positions = length[rows]
     padding = rows == block_tables.shape[1] - 1
     seq_lens = torch.where(padding, 0, positions + 1).int()
-    blocks = block_tables[:, rows, positions // block_size].long()
-    return last_token[rows], positions, seq_lens, blocks * block_size + positions % block_size
+    return last_token[rows], positions, seq_lens, slots_of(block_tables, rows, positions, block_size)
 
 
 class MixedInputs(NamedTuple):
@@ -204,8 +204,7 @@ def mixed_inputs(
     known = letter[layout.tokens :][:total].long()
     input_ids[:total] = known.where(known >= 0, last_token[rows[row_of]])
     slots = torch.zeros(len(block_tables), num_tokens, dtype=torch.int64, device=device)
-    place = positions[:total]
-    slots[:, :total] = block_tables[:, rows[row_of], place // block_size].long() * block_size + place % block_size
+    slots[:, :total] = slots_of(block_tables, rows[row_of], positions[:total], block_size)
     order = torch.cat((torch.nonzero(sampled), torch.nonzero(~sampled))).flatten()
     chosen = torch.arange(max_rows, device=device) < sampled.sum()
     return MixedInputs(

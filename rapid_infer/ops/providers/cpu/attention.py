@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rapid_infer.cache.slots import slots_of
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.attention_params import AttentionParams, lacks
 from rapid_infer.ops.providers.cpu.facts import not_on_cpu
@@ -102,9 +103,7 @@ def _run(slots: Tensor) -> slice | None:
 
 def _slots(metadata: AttentionMetadata, table_rows: Tensor, length: int, block_size: int) -> Tensor:
     """`[rows, length]` slots of the first `length` tokens of each row."""
-    position = torch.arange(length)
-    blocks = metadata.block_table[table_rows][:, position // block_size].long()
-    return blocks * block_size + position % block_size
+    return slots_of(metadata.block_table, table_rows.unsqueeze(1), torch.arange(length), block_size)
 
 
 def _attend_run(q: Tensor, k_cache: Tensor, v_cache: Tensor, run: slice, scale: float) -> Tensor:

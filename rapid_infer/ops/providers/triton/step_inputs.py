@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
+from rapid_infer.ops.providers.triton.slots import block_of, slot_in
 from rapid_infer.ops.step_inputs import Letter, MixedInputs
 
 UPDATES_AT_ONCE = 64
@@ -56,9 +57,9 @@ def _decode_inputs_kernel(
     tl.store(seq_lens_ptr + i, tl.where(row == table_rows - 1, 0, position + 1).to(tl.int32), mask=inside)
     tl.debug_barrier()
     for group in tl.static_range(GROUPS):
-        at = block_tables_ptr + (group * table_rows + row) * max_blocks + position // block_size
-        block = tl.load(at, mask=inside, other=0, cache_modifier=".cg").to(tl.int64)
-        tl.store(slots_ptr + group * num_rows + i, block * block_size + position % block_size, mask=inside)
+        table_row = group * table_rows + row
+        block = block_of(block_tables_ptr, table_row, max_blocks, position, block_size, inside, CACHE=".cg")
+        tl.store(slots_ptr + group * num_rows + i, slot_in(block, position, block_size), mask=inside)
 
 
 def decode_inputs(
@@ -148,9 +149,8 @@ def _mixed_tokens_kernel(
     tl.store(positions_ptr + token, position, mask=inside)
     tl.store(live_ptr + token, real.to(tl.int32), mask=inside)
     for group in tl.static_range(GROUPS):
-        at = block_tables_ptr + (group * table_rows + row) * max_blocks + position // block_size
-        block = tl.load(at, mask=real, other=0).to(tl.int64)
-        slot = tl.where(real, block * block_size + position % block_size, 0)
+        block = block_of(block_tables_ptr, group * table_rows + row, max_blocks, position, block_size, real, CACHE="")
+        slot = tl.where(real, slot_in(block, position, block_size), 0)
         tl.store(slots_ptr + group * num_tokens + token, slot, mask=inside)
 
 
