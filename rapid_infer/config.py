@@ -20,6 +20,7 @@ DTYPES = {
 }  # fmt: skip
 LOAD_FORMATS = ("auto", "dummy")
 HUBS = ("auto", "huggingface", "modelscope")
+MODEL_IMPLS = ("plugin", "auto", "fallback")
 
 _RANGES = (
     *((name, 1, 2**31 - 1) for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size")),
@@ -130,6 +131,8 @@ class EngineArgs:
     hub                     auto ($RAPID_INFER_HUB, else Hugging Face and then ModelScope), huggingface, modelscope, or
                             an order with commas
     model_plugin            the distribution to take the model from when several offer it
+    model_impl              plugin (one made for the architecture), auto (such a plugin, else one that serves as a
+                            fallback for any architecture), or fallback (that one in any case)
     num_threads             CPU threads; auto: OMP_NUM_THREADS, else the physical cores this process may use
     op_priority             per operator, the providers to try, in order: {"paged_attention": ["torch"]}
     """
@@ -154,6 +157,7 @@ class EngineArgs:
     revision: str | None = None
     hub: str = "auto"
     model_plugin: str | None = None
+    model_impl: str = "plugin"
     num_threads: int | None = None
     op_priority: dict[str, list[str]] = field(default_factory=dict)
 
@@ -175,6 +179,7 @@ class EngineArgs:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: this version runs on one rank; use {name}=1")
         _check(self.dtype in ("auto", *DTYPES), "dtype", self.dtype, f"'auto' or one of {sorted(set(DTYPES.values()))}")
         _check(self.load_format in LOAD_FORMATS, "load_format", self.load_format, f"one of {list(LOAD_FORMATS)}")
+        _check(self.model_impl in MODEL_IMPLS, "model_impl", self.model_impl, f"one of {list(MODEL_IMPLS)}")
         hubs = self.hub.split(",")
         _check(set(hubs) <= set(HUBS), "hub", self.hub, f"one of {list(HUBS)}, or several in order with commas")
         for name, low, high in _RANGES:

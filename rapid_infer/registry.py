@@ -27,6 +27,7 @@ API_VERSION = 1
 
 RUNTIME = "rapid-infer"
 FALLBACK = "*"
+"""The name under which an entry serves any architecture."""
 
 _TARGET = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*(?:\.[^\W\d]\w*)*)")
 
@@ -148,7 +149,7 @@ class EntryPointTable:
         """
         found = self.candidates(name, distribution)
         if not found:
-            raise PluginError(self._missing(name) if distribution is None else self._not_pinned(name, distribution))
+            raise PluginError(self.missing(name) if distribution is None else self._not_pinned(name, distribution))
         if len(found) > 1:
             raise PluginError(self._clash(name, found))
         return found[0]
@@ -205,7 +206,8 @@ class EntryPointTable:
         offers = f"it provides {', '.join(has)}" if has else f"it is not installed, or declares no {self.group}"
         return f"{distribution} does not provide {self._what} {name!r} ({offers}); {name!r} comes from {owners}"
 
-    def _missing(self, name: str) -> str:
+    def missing(self, name: str) -> str:
+        """Why nothing provides `name`, and what to install."""
         names = [known for known in self.names() if known != FALLBACK]
         lines = [f"no installed plugin provides {self._what} {name!r}; installed: {', '.join(names) or 'none'}"]
         if near := _near(name, names):
@@ -220,7 +222,7 @@ class EntryPointTable:
             present = any(_normal(e.distribution or "") == package for e in self.entries())
             lines.append(f"to get it: `pip install {'--upgrade ' if present else ''}{package}`")
         for entry in self.candidates(FALLBACK):
-            lines.append(f"the fallback {entry.target} ({entry.origin}) is used only when asked for")
+            lines.append(f"the fallback {entry.target} ({entry.origin}) is used only with `--model-impl auto`")
         lines.extend(f"unreadable: {fault}" for fault in self.faults())
         return "; ".join(lines)
 
@@ -237,13 +239,25 @@ class ModelTable:
         """The architectures that are installed or registered, sorted, without the fallback."""
         return [name for name in self.table.names() if name != FALLBACK]
 
-    def lookup(self, arch: str, plugin: str | None = None, *, fallback: bool = False) -> Entry:
-        """The entry for `arch`, from the distribution `plugin` if given; with `fallback`, else the entry named `*`.
+    def lookup(self, arch: str, plugin: str | None = None, model_impl: str = "plugin") -> Entry:
+        """The entry for `arch`, or with `model_impl` auto else, with fallback in any case, the one named `*`; from the
+        distribution `plugin` if given.
 
         Raises PluginError when there is none, or when two distributions provide it and `plugin` does not choose.
         """
-        use_fallback = fallback and not self.table.candidates(arch, plugin) and self.table.candidates(FALLBACK, plugin)
-        return self.table.lookup(FALLBACK if use_fallback else arch, distribution=plugin)
+        if model_impl == "plugin" or (model_impl == "auto" and self.table.candidates(arch, plugin)):
+            return self.table.lookup(arch, distribution=plugin)
+        if plugin is None and not self.table.candidates(FALLBACK):
+            raise PluginError(self._no_fallback(arch, model_impl))
+        return self.table.lookup(FALLBACK, distribution=plugin)
+
+    def _no_fallback(self, arch: str, model_impl: str) -> str:
+        plugins = [entry.origin for entry in self.table.candidates(arch)]
+        other = f"{arch} comes from {', '.join(plugins)}" if plugins else self.table.missing(arch)
+        return (
+            f"model_impl={model_impl!r}: no installed plugin serves as a fallback for any architecture, which is an "
+            f"entry named {FALLBACK!r} of {self.table.group}; {other}"
+        )
 
     def load(self, entry: Entry) -> type:
         """Import the entry's module and return its class; PluginError as in `EntryPointTable.load`, or if no class."""
@@ -253,9 +267,9 @@ class ModelTable:
             raise PluginError(f"architecture {entry.name!r}: {entry.target} ({entry.origin}) is a {kind}, not a class")
         return loaded
 
-    def resolve(self, arch: str, plugin: str | None = None, *, fallback: bool = False) -> type:
+    def resolve(self, arch: str, plugin: str | None = None, model_impl: str = "plugin") -> type:
         """`load(lookup(...))`: imports exactly one module. Raises PluginError."""
-        return self.load(self.lookup(arch, plugin, fallback=fallback))
+        return self.load(self.lookup(arch, plugin, model_impl))
 
     def register(self, arch: str, target: str, *, override: bool = False) -> None:
         """Add `pkg.mod:Class` for this process; the rules are those of `EntryPointTable.register`."""

@@ -69,7 +69,7 @@ def locate(model: str | os.PathLike[str], args: EngineArgs) -> tuple[Checkpoint,
     if not isinstance(model, str) or not model:
         raise ConfigError(f"model must be a directory, a name such as 'Qwen/Qwen3-8B', or 'demo', got {model!r:.80}")
     checkpoint = read_checkpoint(hub.resolve(model, revision=args.revision, hub=args.hub))
-    return checkpoint, ModelRegistry.lookup(checkpoint.architecture, args.model_plugin)
+    return checkpoint, ModelRegistry.lookup(checkpoint.architecture, args.model_plugin, args.model_impl)
 
 
 @traced("startup.configure")

@@ -87,6 +87,7 @@ def generate(
     load_format: options.LoadFormat = "auto",
     max_model_len: options.MaxModelLen = None,
     model_plugin: options.ModelPlugin = None,
+    model_impl: options.ModelImpl = "plugin",
     hub: options.Hub = "auto",
     revision: options.Revision = None,
     offline: options.Offline = False,
@@ -133,6 +134,7 @@ def generate(
         load_format=load_format,
         max_model_len=max_model_len,
         model_plugin=model_plugin,
+        model_impl=model_impl,
         hub=hub,
         revision=revision,
     )

@@ -45,6 +45,7 @@ def inspect(
     dtype: options.Dtype = "auto",
     max_model_len: options.MaxModelLen = None,
     model_plugin: options.ModelPlugin = None,
+    model_impl: options.ModelImpl = "plugin",
     hub: options.Hub = "auto",
     revision: options.Revision = None,
     offline: options.Offline = False,
@@ -56,7 +57,13 @@ def inspect(
     """
     options.go_offline(offline)
     found = examine(
-        model, dtype=dtype, max_model_len=max_model_len, model_plugin=model_plugin, hub=hub, revision=revision
+        model,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        model_plugin=model_plugin,
+        model_impl=model_impl,
+        hub=hub,
+        revision=revision,
     )
     if as_json:
         print(json.dumps(asdict(found), indent=2, default=str))

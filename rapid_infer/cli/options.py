@@ -39,6 +39,10 @@ Dtype = Annotated[str, typer.Option(help="auto (as the checkpoint), bfloat16, fl
 Device = Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu or cuda.")]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest sequence, prompt and answer. Default: the model's own.")]
 ModelPlugin = Annotated[str | None, typer.Option(help="Take the model from this package when several offer it.")]
+ModelImpl = Annotated[
+    str,
+    typer.Option(help="plugin (made for the model), auto (else one that serves any model), or fallback (that one)."),
+]
 LoadFormat = Annotated[str, typer.Option(help="auto, or dummy for random weights.")]
 
 Greedy = Annotated[bool, typer.Option("--greedy", metavar="", help="The likeliest token each time: temperature 0.")]

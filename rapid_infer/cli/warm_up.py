@@ -25,6 +25,7 @@ def warm_up(
         bool, typer.Option("--enforce-eager", metavar="", help="For steps without graphs.")
     ] = False,
     model_plugin: options.ModelPlugin = None,
+    model_impl: options.ModelImpl = "plugin",
     hub: options.Hub = "auto",
     revision: options.Revision = None,
     offline: options.Offline = False,
@@ -50,6 +51,7 @@ def warm_up(
         block_size=block_size,
         enforce_eager=enforce_eager,
         model_plugin=model_plugin,
+        model_impl=model_impl,
         hub=hub,
         revision=revision,
     )

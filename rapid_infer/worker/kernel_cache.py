@@ -27,7 +27,7 @@ from rapid_infer.registry import Entry
 
 VARIABLE = "TRITON_CACHE_DIR"
 UNRELATED = (
-    "seed", "revision", "hub", "model_plugin", "gpu_memory_utilization", "kv_cache_memory_bytes",
+    "seed", "revision", "hub", "model_plugin", "model_impl", "gpu_memory_utilization", "kv_cache_memory_bytes",
     "enable_prefix_caching", "skip_tokenizer_init", "num_threads", "load_format", "queue_depth",
 )  # fmt: skip
 """Engine options that change no kernel."""

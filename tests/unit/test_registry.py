@@ -295,13 +295,30 @@ def test_the_fallback_serves_only_when_asked_for(site: Path) -> None:
     install(site, "plug-a", {"A": "fakeplug_a:Model"})
     table = table_of(site)
     assert table.architectures() == ["A"]
-    with pytest.raises(PluginError, match=r"A; the fallback fakeplug_any:Model \(plug-any 1.0\) is used only"):
+    with pytest.raises(PluginError, match=r"fakeplug_any:Model \(plug-any 1.0\) is used only with `--model-impl auto`"):
         table.lookup("B")
-    assert table.lookup("A", fallback=True).target == "fakeplug_a:Model"
-    assert table.lookup("B", fallback=True).target == "fakeplug_any:Model"
-    assert table.resolve("B", "plug-any", fallback=True).__module__ == "fakeplug_any"
-    with pytest.raises(PluginError, match="plug-a does not provide"):
-        table.lookup("B", "plug-a", fallback=True)
+    assert table.lookup("A", model_impl="auto").target == "fakeplug_a:Model"
+    assert table.lookup("A", model_impl="fallback").target == "fakeplug_any:Model"
+    assert table.lookup("B", model_impl="auto").target == "fakeplug_any:Model"
+    assert table.lookup("A", "plug-any", "auto").target == "fakeplug_any:Model"
+    assert table.resolve("B", "plug-any", "auto").__module__ == "fakeplug_any"
+    with pytest.raises(
+        PluginError, match=r"plug-a does not provide architecture '\*' \(it provides A\); '\*' comes from"
+    ):
+        table.lookup("B", "plug-a", "auto")
+
+
+def test_a_fallback_that_is_asked_for_and_not_there(site: Path) -> None:
+    install(site, "plug-a", {"AForCausalLM": "fakeplug_a:Model"})
+    table = table_of(site)
+    none = r"no installed plugin serves as a fallback for any architecture, which is an entry named '\*' of rapid_infer"
+    assert table.lookup("AForCausalLM", model_impl="auto").target == "fakeplug_a:Model"
+    with pytest.raises(PluginError, match=rf"model_impl='fallback': {none}.*; AForCausalLM comes from plug-a 1.0$"):
+        table.lookup("AForCausalLM", model_impl="fallback")
+    with pytest.raises(
+        PluginError, match=rf"model_impl='auto': {none}.*; no installed plugin provides .*mean AForCaus"
+    ):
+        table.lookup("AaForCausalLM", model_impl="auto")
 
 
 def test_one_distribution_found_twice_is_no_clash_and_the_first_on_the_path_wins(tmp_path: Path) -> None:
