@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rapid_infer.llm import LLM
 
 MAX_TOKENS = 1024
+SAMPLING = ("greedy", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 COMMANDS = {
     "/help": ("", "this list"),
@@ -31,28 +32,17 @@ COMMANDS = {
 HINT = """Ctrl-C stops an answer or clears the line. A message that begins with / needs a space before it."""
 
 
+@options.expand(engine_args=options.RUN, sampling=SAMPLING)
 def chat(
+    *,
     model: options.Model = "demo",
     system: options.System = None,
     no_thinking: options.NoThinking = False,
     max_tokens: Annotated[
         int | None, typer.Option(help="Tokens of an answer at most. Default: 1024, or the model's own.")
     ] = None,
-    greedy: options.Greedy = False,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    seed: options.Seed = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    load_format: options.LoadFormat = "auto",
-    max_model_len: options.MaxModelLen = None,
-    model_plugin: options.ModelPlugin = None,
-    model_impl: options.ModelImpl = "plugin",
-    hub: options.Hub = "auto",
-    revision: options.Revision = None,
+    sampling: dict[str, Any],
+    engine_args: dict[str, Any],
     offline: options.Offline = False,
 ) -> None:
     """Talk with a model. Example: rapid-infer chat --temperature 0.3
@@ -61,29 +51,10 @@ def chat(
     message, answers go to standard output, and everything else to standard error.
     """
     options.go_offline(offline)
-    given = options.sampling_options(
-        greedy,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        max_tokens=max_tokens,
-        seed=seed,
-    )
+    given = options.sampling_options({"max_tokens": max_tokens, **sampling})
     from rapid_infer.llm import LLM
 
-    with LLM(
-        model,
-        dtype=dtype,
-        device=device,
-        load_format=load_format,
-        max_model_len=max_model_len,
-        model_plugin=model_plugin,
-        model_impl=model_impl,
-        hub=hub,
-        revision=revision,
-    ) as llm:
+    with LLM(model, **engine_args) as llm:
         options.show_memory(llm.engine)
         if llm.engine.tokenizer is None or not llm.engine.tokenizer.has_chat_template:
             raise RequestError(

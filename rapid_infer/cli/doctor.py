@@ -28,9 +28,10 @@ PACKAGES = (
 )
 
 
-def doctor(as_json: options.AsJson = False, dtype: options.Dtype = "auto") -> None:
+@options.expand(engine_args=("dtype",))
+def doctor(*, as_json: options.AsJson = False, engine_args: dict[str, Any]) -> None:
     """Print versions, devices and the operator table: which providers can run here, and why others cannot."""
-    report = diagnose(dtype)
+    report = diagnose(**engine_args)
     if as_json:
         print(json.dumps(report, indent=2))
     else:

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from rapid_infer.hub import Download
 
 
+@options.expand(engine_args=("hub", "revision"))
 def download(
+    *,
     ref: Annotated[str, typer.Argument(metavar="REF", help="org/name, hf:org/name@revision or ms:org/name@revision.")],
     to: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to put it. Default: the cache.")] = None,
-    hub: options.Hub = "auto",
-    revision: options.Revision = None,
+    engine_args: dict[str, Any],
     include: Annotated[
         list[str] | None,
         typer.Option(
@@ -50,8 +51,7 @@ def download(
     done = hubs.fetch(
         ref,
         to=to,
-        hub=hub,
-        revision=revision,
+        **engine_args,
         include=tuple(include or ()),
         endpoints=hubs.Endpoints(hf_endpoint, modelscope_endpoint),
         dry_run=dry_run,

@@ -42,7 +42,9 @@ class Timing:
         )
 
 
+@options.expand(engine_args=options.RUN, sampling=options.SAMPLING)
 def generate(
+    *,
     model: options.Model = "demo",
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="A prompt; repeat for several. Default: standard input.")
@@ -59,37 +61,9 @@ def generate(
     max_tokens: Annotated[
         int | None, typer.Option(help="Tokens to generate at most. Default: 256, or the model's own.")
     ] = None,
-    min_tokens: Annotated[int | None, typer.Option(help="Nothing ends the text before this many tokens.")] = None,
-    greedy: options.Greedy = False,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    presence_penalty: Annotated[float | None, typer.Option(help="Above 0: tokens of the text get less likely.")] = None,
-    frequency_penalty: Annotated[float | None, typer.Option(help="The same, once per time a token was used.")] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this text; repeat for several.")
-    ] = None,
-    stop_token_ids: Annotated[
-        list[str] | None,
-        typer.Option("--stop-token-ids", metavar="IDS", help="End at these token ids too, such as 151643,151645."),
-    ] = None,
-    seed: options.Seed = None,
-    n: Annotated[int, typer.Option("-n", help="Completions per prompt.")] = 1,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", metavar="", help="Go on past the end token.")] = False,
-    logprobs: Annotated[
-        int | None, typer.Option(metavar="N", help="With --json: log-probabilities, of the N likeliest tokens too.")
-    ] = None,
+    sampling: dict[str, Any],
     as_json: options.AsJson = False,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    load_format: options.LoadFormat = "auto",
-    max_model_len: options.MaxModelLen = None,
-    model_plugin: options.ModelPlugin = None,
-    model_impl: options.ModelImpl = "plugin",
-    hub: options.Hub = "auto",
-    revision: options.Revision = None,
+    engine_args: dict[str, Any],
     offline: options.Offline = False,
 ) -> None:
     """Complete prompts. Example: rapid-infer generate -p "The capital of France is"
@@ -100,24 +74,9 @@ def generate(
     standard error. Sampling options that are not given come from the model's generation_config.json.
     """
     options.go_offline(offline)
-    given = options.sampling_options(
-        greedy,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        stop=stop or None,
-        stop_token_ids=read_ids(stop_token_ids or []) or None,
-        seed=seed,
-        n=n,
-        ignore_eos=ignore_eos,
-        logprobs=logprobs,
-    )
+    logprobs, ids = sampling["logprobs"], read_ids(sampling["stop_token_ids"] or [])
+    lists = {"stop": sampling["stop"] or None, "stop_token_ids": ids or None}
+    given = options.sampling_options({"max_tokens": max_tokens, **sampling, **lists})
     if logprobs is not None and not as_json:
         raise RequestError("--logprobs shows only in the JSON report; add --json")
     if (system is not None or no_thinking) and not chat:
@@ -127,23 +86,13 @@ def generate(
     start = time.perf_counter()
     from rapid_infer.llm_engine import LLMEngine
 
-    engine = LLMEngine(
-        model,
-        dtype=dtype,
-        device=device,
-        load_format=load_format,
-        max_model_len=max_model_len,
-        model_plugin=model_plugin,
-        model_impl=model_impl,
-        hub=hub,
-        revision=revision,
-    )
+    engine = LLMEngine(model, **engine_args)
     timing = Timing(load=time.perf_counter() - start)
     options.show_memory(engine)
     params = options.sampling_params(engine, given, MAX_TOKENS)
     template = options.template_options(no_thinking)
     encoded = [_encode_chat(engine, text, system, template) if chat else engine.encode(text) for text in prompts]
-    show = len(prompts) == 1 and n == 1 and not as_json
+    show = len(prompts) == 1 and sampling["n"] == 1 and not as_json
     outputs = _run(engine, encoded, params, timing, show)
     for output, text in zip(outputs, prompts):
         output.prompt = text

@@ -39,15 +39,12 @@ class Inspection:
     problems: str | None
 
 
+@options.expand(engine_args=("dtype", "max_model_len", "model_plugin", "model_impl", "hub", "revision"))
 def inspect(
+    *,
     model: options.Model = "demo",
     as_json: options.AsJson = False,
-    dtype: options.Dtype = "auto",
-    max_model_len: options.MaxModelLen = None,
-    model_plugin: options.ModelPlugin = None,
-    model_impl: options.ModelImpl = "plugin",
-    hub: options.Hub = "auto",
-    revision: options.Revision = None,
+    engine_args: dict[str, Any],
     offline: options.Offline = False,
 ) -> None:
     """Show config, plugin, remap table, and parameter and KV bytes of a model. Example: rapid-infer inspect demo
@@ -56,15 +53,7 @@ def inspect(
     it.
     """
     options.go_offline(offline)
-    found = examine(
-        model,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        model_plugin=model_plugin,
-        model_impl=model_impl,
-        hub=hub,
-        revision=revision,
-    )
+    found = examine(model, **engine_args)
     if as_json:
         print(json.dumps(asdict(found), indent=2, default=str))
     else:

@@ -1,13 +1,18 @@
-"""Options that several commands share, and how sampling options meet the model's own defaults."""
+"""Options that several commands share, each said once, and how sampling options meet the model's own defaults."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import os
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from rapid_infer.config import EngineArgs
 from rapid_infer.params import SamplingParams, defaults_of
 
 if TYPE_CHECKING:
@@ -21,11 +26,6 @@ Model = Annotated[
         show_default=True,
     ),
 ]
-Hub = Annotated[
-    str,
-    typer.Option(help="auto, huggingface, modelscope, or an order: modelscope,huggingface. auto: $RAPID_INFER_HUB."),
-]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub. Default: the hub's own.")]
 HfEndpoint = Annotated[str | None, typer.Option(metavar="URL", help="A mirror of Hugging Face. Default: $HF_ENDPOINT.")]
 ModelScopeEndpoint = Annotated[
     str | None, typer.Option(metavar="URL", help="Another ModelScope site. Default: $MODELSCOPE_ENDPOINT.")
@@ -35,28 +35,105 @@ Offline = Annotated[
     typer.Option("--offline", metavar="", help="Open no connection; say what is missing. Default: $HF_HUB_OFFLINE."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON, for programs.")]
-Dtype = Annotated[str, typer.Option(help="auto (as the checkpoint), bfloat16, float16 or float32.")]
-Device = Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu or cuda.")]
-MaxModelLen = Annotated[int | None, typer.Option(help="Longest sequence, prompt and answer. Default: the model's own.")]
-ModelPlugin = Annotated[str | None, typer.Option(help="Take the model from this package when several offer it.")]
-ModelImpl = Annotated[
-    str,
-    typer.Option(help="plugin (made for the model), auto (else one that serves any model), or fallback (that one)."),
-]
-LoadFormat = Annotated[str, typer.Option(help="auto, or dummy for random weights.")]
-
-Greedy = Annotated[bool, typer.Option("--greedy", metavar="", help="The likeliest token each time: temperature 0.")]
-Temperature = Annotated[float | None, typer.Option(help="0 is greedy; higher is more varied.")]
-TopK = Annotated[int | None, typer.Option(help="Keep the k likeliest tokens; 0: all.")]
-TopP = Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability.")]
-MinP = Annotated[float | None, typer.Option(help="Keep tokens this likely, relative to the likeliest.")]
-RepetitionPenalty = Annotated[float | None, typer.Option(help="Above 1: tokens seen before get less likely.")]
-Seed = Annotated[int | None, typer.Option(help="Same seed, same text.")]
-
 System = Annotated[str | None, typer.Option(help="The system message.", metavar="TEXT")]
 NoThinking = Annotated[
     bool, typer.Option("--no-thinking", metavar="", help="Ask the template for answers without thinking.")
 ]
+
+Options = Mapping[str, inspect.Parameter]
+
+
+def _table(*options: inspect.Parameter) -> Options:
+    return {option.name: option for option in options}
+
+
+def _option(name: str, kind: Any, help: str, *flags: str, default: Any = None, **shown: Any) -> inspect.Parameter:
+    """`flags` where they do not follow from the name. A bool takes no value, and has no --no- form."""
+    if kind is bool:
+        flags, shown = (f"--{name.replace('_', '-')}",), {"metavar": ""}
+    annotation = Annotated[kind, typer.Option(*flags, help=help, **shown)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(EngineArgs)}
+_TYPES = get_type_hints(EngineArgs)
+
+
+def _engine(name: str, help: str, *flags: str) -> inspect.Parameter:
+    """Type and default are those of `EngineArgs`."""
+    return _option(name, _TYPES[name], help, *flags, default=_DEFAULTS[name])
+
+
+ENGINE = _table(
+    _engine("tensor_parallel_size", "Ranks the model will run on.", "--tensor-parallel-size", "--tp"),
+    _engine("dtype", "auto (as the checkpoint), bfloat16, float16 or float32."),
+    _engine("device", "auto (a GPU if there is one), cpu or cuda."),
+    _engine("load_format", "auto, or dummy for random weights."),
+    _engine("max_model_len", "Longest sequence, prompt and answer. Default: the model's own."),
+    _engine("max_num_seqs", "Requests that will run at once."),
+    _engine("max_num_batched_tokens", "Tokens of one step."),
+    _engine("block_size", "Tokens of one cache block."),
+    _engine("enforce_eager", "For steps without graphs."),
+    _engine("model_plugin", "Take the model from this package when several offer it."),
+    _engine(
+        "model_impl", "plugin (made for the model), auto (else one that serves any model), or fallback (that one)."
+    ),
+    _engine("hub", "auto, huggingface, modelscope, or an order: modelscope,huggingface. auto: $RAPID_INFER_HUB."),
+    _engine("revision", "Branch, tag or commit on the hub. Default: the hub's own."),
+)
+"""Of the engine, as options of commands."""
+
+SAMPLING = _table(
+    _option("min_tokens", int | None, "Nothing ends the text before this many tokens."),
+    _option("greedy", bool, "The likeliest token each time: temperature 0.", default=False),
+    _option("temperature", float | None, "0 is greedy; higher is more varied."),
+    _option("top_k", int | None, "Keep the k likeliest tokens; 0: all."),
+    _option("top_p", float | None, "Keep the likeliest tokens up to this probability."),
+    _option("min_p", float | None, "Keep tokens this likely, relative to the likeliest."),
+    _option("repetition_penalty", float | None, "Above 1: tokens seen before get less likely."),
+    _option("presence_penalty", float | None, "Above 0: tokens of the text get less likely."),
+    _option("frequency_penalty", float | None, "The same, once per time a token was used."),
+    _option("stop", list[str] | None, "End before this text; repeat for several.", metavar="TEXT"),
+    _option("stop_token_ids", list[str] | None, "End at these token ids too, such as 151643,151645.", metavar="IDS"),
+    _option("seed", int | None, "Same seed, same text."),
+    _option("n", int, "Completions per prompt.", "-n", default=1),
+    _option("ignore_eos", bool, "Go on past the end token.", default=False),
+    _option("logprobs", int | None, "With --json: log-probabilities, of the N likeliest tokens too.", metavar="N"),
+)
+"""Of a request; `max_tokens` is each command's own."""
+
+RUN = ("dtype", "device", "load_format", "max_model_len", "model_plugin", "model_impl", "hub", "revision")
+"""What a command that runs a model takes of ENGINE."""
+
+
+def expand(
+    *, engine_args: Iterable[str] = (), sampling: Iterable[str] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The command's parameters `engine_args` and `sampling`, dicts, become these options of the two tables, in this
+    order.
+    """
+    groups = {
+        "engine_args": [ENGINE[name] for name in engine_args],
+        "sampling": [SAMPLING[name] for name in sampling],
+    }
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        parameters: list[inspect.Parameter] = []
+        for own in inspect.signature(command, eval_str=True).parameters.values():
+            parameters += groups.get(own.name) or [own.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
+
+        @wraps(command)
+        def call(**given: Any) -> Any:
+            for group, options in groups.items():
+                if options:
+                    given[group] = {option.name: given.pop(option.name) for option in options}
+            return command(**given)
+
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return call
+
+    return decorate
 
 
 def go_offline(offline: bool) -> None:
@@ -77,13 +154,13 @@ def show_memory(engine: LLMEngine) -> None:
         print(memory, file=sys.stderr)
 
 
-def sampling_options(greedy: bool, **options: Any) -> dict[str, Any]:
+def sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The sampling options that were given, which are those that are not None; `greedy` wins over a temperature.
 
     RequestError for a value out of range, so that it shows before a model is loaded.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    if greedy:
+    if given.pop("greedy"):
         given["temperature"] = 0.0
     SamplingParams.from_dict({"max_tokens": None, **given})
     return given

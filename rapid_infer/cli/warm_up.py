@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Annotated
-
-import typer
+from typing import Any
 
 from rapid_infer.cli import options
 
 
+@options.expand(
+    engine_args=(
+        *("tensor_parallel_size", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size"),
+        *("enforce_eager", "model_plugin", "model_impl", "hub", "revision"),
+    )
+)
 def warm_up(
+    *,
     model: options.Model = "demo",
-    tensor_parallel_size: Annotated[
-        int, typer.Option("--tensor-parallel-size", "--tp", help="Ranks the model will run on.")
-    ] = 1,
-    dtype: options.Dtype = "auto",
-    max_model_len: options.MaxModelLen = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Requests that will run at once.")] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens of one step.")] = None,
-    block_size: Annotated[int | None, typer.Option(help="Tokens of one cache block.")] = None,
-    enforce_eager: Annotated[
-        bool, typer.Option("--enforce-eager", metavar="", help="For steps without graphs.")
-    ] = False,
-    model_plugin: options.ModelPlugin = None,
-    model_impl: options.ModelImpl = "plugin",
-    hub: options.Hub = "auto",
-    revision: options.Revision = None,
+    engine_args: dict[str, Any],
     offline: options.Offline = False,
 ) -> int:
     """Compile a model's GPU kernels beforehand. Example: rapid-infer warm-up Qwen/Qwen3-8B
@@ -42,19 +33,7 @@ def warm_up(
     from rapid_infer.config import EngineArgs
     from rapid_infer.startup import compile_kernels, locate
 
-    args = EngineArgs.from_kwargs(
-        tensor_parallel_size=tensor_parallel_size,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        block_size=block_size,
-        enforce_eager=enforce_eager,
-        model_plugin=model_plugin,
-        model_impl=model_impl,
-        hub=hub,
-        revision=revision,
-    )
+    args = EngineArgs.from_kwargs(**engine_args)
     checkpoint, entry = locate(model, args)
     done = compile_kernels(checkpoint, entry, args)
     if done.error is not None:
