@@ -11,8 +11,7 @@ from torch import Tensor
 
 from common.op_shapes import OpCase, Shape, builds, fit, values
 from rapid_infer.ops.attention_params import AttentionParams
-from rapid_infer.ops.paged_attention import make_metadata
-from rapid_infer.ops.rope_kv_write import slots_only
+from rapid_infer.testing.op_cases.attention import make_metadata, slots_only
 
 BLOCK_SIZE = 64
 TOKENS = (1, 32, 256, 8192)

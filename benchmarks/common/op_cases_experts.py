@@ -9,8 +9,7 @@ import torch
 
 from common.op_cases import BLOCK_SIZE, TOKENS
 from common.op_shapes import OpCase, Shape, builds, values
-from rapid_infer.ops.paged_attention import make_metadata
-from rapid_infer.ops.rope_kv_write import slots_only
+from rapid_infer.testing.op_cases.attention import make_metadata, slots_only
 
 
 def _need(s: Shape, *names: str) -> tuple[int, ...]:

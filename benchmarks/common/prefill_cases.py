@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.attention_params import AttentionParams
-from rapid_infer.ops.paged_attention import make_metadata
 from rapid_infer.ops.providers.triton.attention_prefill_config import PrefillConfig
+from rapid_infer.testing.op_cases.attention import make_metadata
 
 BLOCK_SIZE = 64
 HEAD_DIM = 128

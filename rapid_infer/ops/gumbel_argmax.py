@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from rapid_infer.ops import noise
-from rapid_infer.ops.registry import Case, op
+from rapid_infer.ops.registry import op
 
 
-def _inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
-    for rows, vocab in ((1, 50), (7, 9001)):
-        logits = (torch.randn(rows, vocab, device=device) * 4).to(dtype).float()
-        logits[:, 3::4] = -math.inf
-        if rows > 1:
-            logits[4, 17], logits[5, 17], logits[6] = math.nan, math.inf, -math.inf
-        row = torch.arange(rows, device=device)
-        temperature = torch.where(row % 3 == 1, 0.0, 0.5 + row)
-        keys = {"seed": row * 0x7_0000_0001 - 5, "sample_index": row.int(), "position": row + 100}
-        yield Case({"logits": logits, "temperature": temperature, **keys})
-
-
-@op(inputs=_inputs)
+@op()
 def gumbel_argmax(
     logits: Tensor, temperature: Tensor, seed: Tensor, sample_index: Tensor, position: Tensor
 ) -> tuple[Tensor, Tensor]:

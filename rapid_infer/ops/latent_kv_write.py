@@ -2,42 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
-from rapid_infer.ops.registry import Case, op
+from rapid_infer.ops.registry import op
 from rapid_infer.ops.rms_norm import _normalize
-from rapid_infer.ops.rope_kv_write import rotate, slots_only
+from rapid_infer.ops.rope_kv_write import rotate
 
 
-def _inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
-    def rand(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=device).to(dtype)
-
-    for heads, nope, rank, rope, interleaved in ((4, 16, 32, 8, True), (3, 8, 24, 16, False), (20, 32, 64, 64, True)):
-        tokens, blocks, size = 9, 5, 4
-        angle = torch.rand(64, rope // 2, device=device)
-        yield Case(
-            {
-                "q": rand(tokens, heads, nope + rope),
-                "kv": rand(tokens, rank + rope),
-                "positions": torch.randint(64, (tokens,), device=device),
-                "cos_sin": torch.cat((angle.cos(), angle.sin()), -1),
-                "metadata": slots_only(torch.randperm(blocks * size, device=device)[:tokens]),
-                "cache": rand(blocks, size, rank + rope),
-                "weight": rand(rank),
-                "eps": 1e-6,
-                "interleaved": interleaved,
-                "query": rand(tokens, heads, rank + rope),
-            },
-            {"rank": rank, "rope_dim": rope},
-        )
-
-
-@op(inputs=_inputs, facts=("rank", "rope_dim"), mutates=("cache", "query"))
+@op(facts=("rank", "rope_dim"), mutates=("cache", "query"))
 def latent_kv_write(
     q: Tensor,
     kv: Tensor,

@@ -6,45 +6,16 @@ A key of 192 features against an entry of 576: for tokens whose keys are made on
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
-from rapid_infer.ops.paged_attention import in_mixed_graph, make_metadata
-from rapid_infer.ops.registry import Case, op
+from rapid_infer.ops.registry import op
 
 
-def _inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
-    for heads, nope, rope, v, query_lens, context, padding in (
-        (2, 16, 8, 16, [9], False, None),
-        (3, 8, 8, 12, [1, 1, 9, 4], True, None),
-        (2, 32, 16, 24, [70, 2, 33], True, None),
-        (2, 16, 8, 16, [1, 5, 18], True, (3, 5)),
-        (2, 16, 8, 16, [20, 3], True, (0, 0)),
-    ):
-        metadata, _ = make_metadata([n + 3 for n in query_lens], query_lens, 4, device)
-        if padding is not None:
-            metadata = in_mixed_graph(metadata, *padding)
-        tokens = len(metadata.slots)
-        lse = torch.randn(tokens, heads, device=device)
-        lse[: query_lens.count(1) + 3] = -math.inf
-        kwargs = {
-            "q_nope": torch.randn(tokens, heads, nope, device=device).to(dtype),
-            "q_rope": torch.randn(tokens, heads, rope, device=device).to(dtype),
-            "kv": torch.randn(tokens, heads, nope + v, device=device).to(dtype),
-            "key": torch.randn(tokens, rope, device=device).to(dtype),
-            "metadata": metadata,
-            "scale": (nope + rope) ** -0.5,
-            "out": torch.randn(tokens, heads, v, device=device).to(dtype),
-            "context_lse": lse if context else None,
-        }
-        yield Case(kwargs, {"nope_dim": nope, "rope_dim": rope, "v_dim": v})
-
-
-@op(inputs=_inputs, facts=("nope_dim", "rope_dim", "v_dim"), mutates=("out",), capturable=False)
+@op(facts=("nope_dim", "rope_dim", "v_dim"), mutates=("out",), capturable=False)
 def latent_prefill(
     q_nope: Tensor,
     q_rope: Tensor,

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rapid_infer.ops.registry import Case, op
+from rapid_infer.ops.registry import op
 
 
-def _inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
-    for rows, inputs, outputs in ((1, 64, 96), (5, 48, 33), (40, 128, 64)):
-        x = torch.randn(rows, inputs, device=device).to(dtype)
-        weight = (torch.randn(outputs, inputs, device=device) / inputs**0.5).to(dtype)
-        yield Case({"x": x, "weight": weight})
-
-
-@op(inputs=_inputs, prepared="weight")
+@op(prepared="weight")
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """`x W^T`. x `[tokens, in]`, weight `[out, in]`, both of one dtype; returns `[tokens, out]` in it.
 

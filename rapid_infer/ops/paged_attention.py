@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,76 +10,10 @@ from torch import Tensor
 from rapid_infer.cache.slots import slots_of
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.attention_params import OPTIONS, AttentionParams
-from rapid_infer.ops.registry import Case, op
+from rapid_infer.ops.registry import op
 
 
-def make_metadata(
-    seq_lens: list[int], query_lens: list[int], block_size: int, device: str, spare_blocks: int = 2
-) -> tuple[AttentionMetadata, int]:
-    """Metadata with shuffled blocks for tests and benchmarks; returns it and the number of blocks.
-
-    Rows of one token come first.
-    """
-    rows = len(seq_lens)
-    per_row = max(math.ceil(n / block_size) for n in seq_lens)
-    blocks = 1 + rows * per_row + spare_blocks
-    table = torch.randperm(blocks - 1)[: rows * per_row].view(rows, per_row).int() + 1
-    positions = torch.cat([torch.arange(n - q, n) for n, q in zip(seq_lens, query_lens)])
-    row_of = torch.repeat_interleave(torch.arange(rows), torch.tensor(query_lens))
-    slots = slots_of(table, row_of, positions, block_size)
-    start = torch.tensor([0, *query_lens]).cumsum(0).int()
-    metadata = AttentionMetadata(
-        block_table=table.to(device),
-        rows=torch.arange(rows, device=device),
-        query_start=start.to(device),
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
-        slots=slots.to(device),
-        max_query_len=max(query_lens),
-        max_seq_len=max(seq_lens),
-        num_decodes=query_lens.count(1),
-    )
-    return metadata, blocks
-
-
-def in_mixed_graph(metadata: AttentionMetadata, rows: int, tokens: int) -> AttentionMetadata:
-    """The same step as a CUDA graph of mixed steps has it, with that many rows and tokens of padding at the end."""
-    zeros = torch.zeros(rows, dtype=torch.int32, device=metadata.rows.device)
-    return replace(
-        metadata,
-        rows=torch.cat((metadata.rows, zeros)),
-        query_start=torch.cat((metadata.query_start, metadata.query_start[-1:].expand(rows))),
-        seq_lens=torch.cat((metadata.seq_lens, zeros)),
-        slots=torch.cat((metadata.slots, metadata.slots.new_zeros(tokens))),
-        num_decodes=len(metadata.rows) + rows,
-        decodes=torch.tensor([metadata.num_decodes], dtype=torch.int32, device=metadata.rows.device),
-        max_context_len=None,
-        plans={},
-    )
-
-
-def _inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
-    batches = (([1], [1]), ([7, 64, 33], [1, 1, 1]), ([5, 40, 9, 23], [1, 1, 9, 4]), ([130], [130]), ([130], [37]))
-    variants: tuple[dict[str, Any], ...] = (
-        {},
-        {"window": 6},
-        {"soft_cap": 3.0},
-        {"sinks": True},
-        {"return_lse": True},
-        {"window": 5, "soft_cap": 2.0, "sinks": True, "return_lse": True},
-    )
-    for i, (seq_lens, query_lens) in enumerate(batches):
-        for heads, kv_heads, dim, size in ((4, 4, 16, 4), (6, 2, 32, 16), (8, 1, 64, 16)):
-            for variant in variants if i == 2 else variants[:1]:
-                metadata, blocks = make_metadata(seq_lens, query_lens, size, device)
-                k, v = (torch.randn(blocks, size, kv_heads, dim, device=device).to(dtype) for _ in range(2))
-                sinks = {"sinks": torch.randn(heads, device=device)} if variant.get("sinks") else {}
-                params = AttentionParams(dim**-0.5, **(variant | sinks))
-                q = torch.randn(sum(query_lens), heads, dim, device=device).to(dtype)
-                kwargs = {"q": q, "k_cache": k, "v_cache": v, "metadata": metadata, "params": params}
-                yield Case(kwargs, {"head_dim": dim, "block_size": size, **params.facts()})
-
-
-@op(inputs=_inputs, facts=("head_dim", "block_size", *OPTIONS), capturable=False)
+@op(facts=("head_dim", "block_size", *OPTIONS), capturable=False)
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,

@@ -7,7 +7,7 @@ decide once, when a layer is built; there is no fall-back at run time: a provide
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -115,14 +115,6 @@ class Provider:
         return fn
 
 
-@dataclass(frozen=True)
-class Case:
-    """One input for the generic test: keyword arguments, and the facts a layer would have bound with."""
-
-    kwargs: dict[str, Any]
-    extra: dict[str, Any] = field(default_factory=dict)
-
-
 class BoundOp:
     """The provider chosen for one layer. Calling it runs the provider and counts.
 
@@ -149,26 +141,27 @@ class BoundOp:
 class Op:
     """An operator: `reference` gives signature, meaning and the oracle of the generic test.
 
-    `inputs(dtype, device)` yields test cases; `facts` names what a layer may say of itself when it binds the op, beside
-    device and dtype; `mutates` names arguments that are written in place, `prepared` a weight that a provider may keep
-    in a layout of its own; `capturable` is the reference's, see `Provider`.
+    `facts` names what a layer may say of itself when it binds the op, beside device and dtype; `mutates` names
+    arguments that are written in place, `prepared` a weight that a provider may keep in a layout of its own;
+    `capturable` is the reference's, see `Provider`. `cases`, "module:function", is imported by tests alone: a function
+    that yields `rapid_infer.testing.op_cases.Case` for a dtype and a device; this package's ops have theirs there.
     """
 
     def __init__(
         self,
         reference: Callable[..., Any],
-        inputs: Callable[..., Iterator[Case]],
         facts: tuple[str, ...] = (),
         mutates: tuple[str, ...] = (),
         prepared: str | None = None,
         capturable: bool = True,
+        cases: str | None = None,
     ) -> None:
         self.name = reference.__name__
         self.reference = reference
-        self.inputs = inputs
         self.facts = facts
         self.mutates = mutates
         self.prepared = prepared
+        self.cases = cases
         self.providers: dict[str, Provider] = {
             REFERENCE: Provider(self.name, REFERENCE, 0, lambda facts: (), reference, capturable=capturable)
         }
@@ -207,16 +200,16 @@ OPS: dict[str, Op] = {}
 
 def op(
     *,
-    inputs: Callable[..., Iterator[Case]],
     facts: tuple[str, ...] = (),
     mutates: tuple[str, ...] = (),
     prepared: str | None = None,
     capturable: bool = True,
+    cases: str | None = None,
 ) -> Callable[[Callable[..., Any]], Op]:
-    """Make the decorated torch function an op. Its signature is the contract of every provider."""
+    """Make the decorated torch function an op; see `Op`. Its signature is the contract of every provider."""
 
     def define(reference: Callable[..., Any]) -> Op:
-        defined = Op(reference, inputs, facts, mutates, prepared, capturable)
+        defined = Op(reference, facts, mutates, prepared, capturable, cases)
         OPS[defined.name] = defined
         return defined
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
-from rapid_infer.ops.registry import Case, op
+from rapid_infer.ops.registry import op
 from rapid_infer.ops.rms_norm import _normalize
 
 
@@ -30,42 +28,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
-def slots_only(slots: Tensor) -> AttentionMetadata:
-    """Metadata for tests that only write: every token is a row of its own."""
-    rows = torch.arange(len(slots), device=slots.device)
-    ones = torch.ones_like(rows, dtype=torch.int32)
-    start = torch.arange(len(slots) + 1, device=slots.device, dtype=torch.int32)
-    return AttentionMetadata(rows[:, None].int(), rows, start, ones, slots, 1, 1, len(slots))
-
-
-def _inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
-    def rand(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=device).to(dtype)
-
-    styles = ((4, 2, 16, 16, True, False), (3, 1, 24, 8, False, True), (2, 2, 8, 0, False, False))
-    for heads, kv_heads, dim, rotary, norm, interleaved in styles:
-        tokens, blocks, size = 9, 5, 4
-        slots = torch.randperm(blocks * size, device=device)[:tokens]
-        metadata = slots_only(slots)
-        angle = torch.rand(64, rotary // 2, device=device)
-        yield Case(
-            {
-                "qkv": rand(tokens, (heads + 2 * kv_heads) * dim),
-                "positions": torch.randint(64, (tokens,), device=device),
-                "cos_sin": torch.cat((angle.cos(), angle.sin()), -1) if rotary else None,
-                "metadata": metadata,
-                "k_cache": rand(blocks, size, kv_heads, dim),
-                "v_cache": rand(blocks, size, kv_heads, dim),
-                "q_weight": rand(dim) if norm else None,
-                "k_weight": rand(dim) if norm else None,
-                "eps": 1e-6,
-                "interleaved": interleaved,
-            },
-            {"head_dim": dim, "rotary_dim": rotary},
-        )
-
-
-@op(inputs=_inputs, facts=("head_dim", "rotary_dim"), mutates=("k_cache", "v_cache"))
+@op(facts=("head_dim", "rotary_dim"), mutates=("k_cache", "v_cache"))
 def qk_norm_rope_kv_write(
     qkv: Tensor,
     positions: Tensor,

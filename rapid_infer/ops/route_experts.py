@@ -3,53 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from rapid_infer.ops.registry import Case, op
+from rapid_infer.ops.registry import op
 
 SCORING = ("softmax", "sigmoid")
 
 
-def _inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
-    # experts, top_k, groups, top_groups, scoring, biased, renormalize, scale
-    kinds = (
-        (8, 2, 1, 1, "softmax", False, True, 1.0),
-        (64, 6, 1, 1, "softmax", False, False, 1.0),
-        (20, 6, 5, 2, "softmax", False, False, 16.0),
-        (16, 4, 4, 2, "sigmoid", True, True, 2.5),
-        (12, 3, 1, 1, "sigmoid", False, False, 1.0),
-    )
-    for i, (experts, top_k, groups, top_groups, scoring, biased, renormalize, scale) in enumerate(kinds):
-        tokens = 7
-        # Distinct by far more than rounding, in every order: no close call decides the test.
-        order = torch.stack([torch.randperm(experts) for _ in range(tokens)]).float()
-        live = torch.tensor([3, 0, 1, 9, 0, 2, 1], dtype=torch.int32, device=device) if i % 2 else None
-        slots = torch.randperm(experts).int().where(torch.arange(experts) % 5 < 4, -1) if i > 1 else None
-        bias = None
-        if biased:
-            # Below zero for all: a mask of zeros instead of minus infinity would win.
-            bias = (-2 + 0.9 * torch.rand(experts, generator=torch.Generator().manual_seed(i))).to(device)
-        yield Case(
-            {
-                "logits": ((order - experts / 2) * (4 / experts)).to(device),
-                "bias": bias,
-                "live": live,
-                "slots": (slots if slots is not None else torch.arange(experts).int()).to(device),
-                "top_k": top_k,
-                "groups": groups,
-                "top_groups": top_groups,
-                "scoring": scoring,
-                "renormalize": renormalize,
-                "scale": scale,
-            },
-            {"scoring": scoring, "groups": groups},
-        )
-
-
-@op(inputs=_inputs, facts=("scoring", "groups"))
+@op(facts=("scoring", "groups"))
 def route_experts(
     logits: Tensor,
     bias: Tensor | None,

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rapid_infer.ops.registry import Case, op
+from rapid_infer.ops.registry import op
 
 
-def _inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
-    for rows, size in ((1, 64), (7, 1536), (33, 48)):
-        yield Case({"gate_up": torch.randn(rows, 2 * size, device=device).to(dtype)})
-
-
-@op(inputs=_inputs)
+@op()
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up`. gate_up `[tokens, 2 * size]`, the gate half first; returns `[tokens, size]`. Source: Shazeer
     2020.

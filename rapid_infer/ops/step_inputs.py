@@ -6,7 +6,6 @@ step's slot in a ring of n is `step % n`. The last row of the request table is t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rapid_infer.cache.slots import slots_of
-from rapid_infer.ops.registry import Case, op
+from rapid_infer.ops.registry import op
 
 
 @dataclass(frozen=True)
@@ -59,39 +58,7 @@ def apply_updates(letter: Tensor, layout: Letter, block_tables: Tensor) -> None:
     block_tables.view(-1)[pairs[:, 0].long()] = pairs[:, 1]
 
 
-def _write_updates(letter: Tensor, layout: Letter, updates: int, blocks: int) -> None:
-    letter[Letter.NUM_UPDATES] = updates
-    pairs = torch.stack((torch.randperm(blocks)[:updates], torch.randint(1, 90, (updates,))), dim=1)
-    letter[layout.updates : layout.updates + 2 * updates] = pairs.flatten()
-
-
-def _tables(groups: int, device: str) -> dict[str, Tensor]:
-    return {
-        "block_tables": torch.randint(1, 90, (groups, 6, 7), dtype=torch.int32, device=device),
-        "last_token": torch.randint(0, 99, (6,), device=device),
-        "length": torch.tensor([0, 5, 3, 4, 20, 0], device=device),
-    }
-
-
-def _decode_inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
-    layout = Letter(5, 6, 16)
-    for rows, groups, updates in (([2, 0, 3], 1, 1), ([1], 2, 3), ([4, 2, 0, 5, 5], 2, 6)):
-        mail = torch.zeros(3, layout.words, dtype=torch.int32)
-        mail[1, Letter.ROWS : Letter.ROWS + len(rows)] = torch.tensor(rows)
-        _write_updates(mail[1], layout, updates, groups * 5 * 7)
-        yield Case(
-            {
-                "mail": mail.to(device),
-                "step": torch.tensor([4], device=device),
-                **_tables(groups, device),
-                "rows": torch.zeros(len(rows), dtype=torch.int64, device=device),
-                "layout": layout,
-                "block_size": 4,
-            }
-        )
-
-
-@op(inputs=_decode_inputs, mutates=("block_tables", "rows"), capturable=False)
+@op(mutates=("block_tables", "rows"), capturable=False)
 def decode_inputs(
     mail: Tensor,
     step: Tensor,
@@ -143,30 +110,7 @@ class MixedInputs(NamedTuple):
     sampled_lens: Tensor
 
 
-def _mixed_inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
-    layout = Letter(5, 6, 16)
-    steps = (([2, 0, 3], [1, 3, 7], [1, 0, 1], 1), ([1], [5], [0], 2), ([4, 2, 0, 3, 1], [1] * 5, [1, 1, 0, 1, 1], 2))
-    for rows, query_lens, sampled, groups in steps:
-        mail = torch.zeros(3, layout.words, dtype=torch.int32)
-        letter, total = mail[1], sum(query_lens)
-        letter[1:5] = torch.tensor([len(rows), total, query_lens.count(1), sum(sampled)])
-        for at, values in ((Letter.ROWS, rows), (layout.query_lens, query_lens), (layout.sampled, sampled)):
-            letter[at : at + len(rows)] = torch.tensor(values)
-        letter[layout.tokens : layout.tokens + total] = torch.randint(-1, 9, (total,))
-        _write_updates(letter, layout, 4, groups * 5 * 7)
-        yield Case(
-            {
-                "mail": mail.to(device),
-                "step": torch.tensor([4], device=device),
-                **_tables(groups, device),
-                "num_tokens": 12,
-                "layout": layout,
-                "block_size": 4,
-            }
-        )
-
-
-@op(inputs=_mixed_inputs, mutates=("block_tables", "length"), capturable=False)
+@op(mutates=("block_tables", "length"), capturable=False)
 def mixed_inputs(
     mail: Tensor,
     step: Tensor,
@@ -222,22 +166,7 @@ def mixed_inputs(
     )
 
 
-def _commit(dtype: torch.dtype, device: str) -> Iterator[Case]:
-    for rows, best in (([2, 0, 3], [1.0, float("nan"), -2.0]), ([5, 1, 5], [0.0, float("inf"), 1.0])):
-        yield Case(
-            {
-                "rows": torch.tensor(rows, device=device),
-                "tokens": torch.tensor([7, 8, 9], device=device),
-                "best": torch.tensor(best, device=device),
-                "last_token": torch.arange(6, device=device),
-                "length": torch.tensor([4, 5, 3, 4, 27, 0], device=device),
-                "results": torch.full((3, 8), 77, dtype=torch.int32, device=device),
-                "step": torch.tensor([5], device=device),
-            }
-        )
-
-
-@op(inputs=_commit, mutates=("last_token", "length", "results", "step"), capturable=False)
+@op(mutates=("last_token", "length", "results", "step"), capturable=False)
 def commit_tokens(
     rows: Tensor, tokens: Tensor, best: Tensor, last_token: Tensor, length: Tensor, results: Tensor, step: Tensor
 ) -> None:

@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from rapid_infer.ops.registry import Case, op
+from rapid_infer.ops.registry import op
 
 
-def _inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
-    top_k = torch.tensor([0, 1, 7, 2**31 - 1, 0, 40, 0, 12, 0, 0], dtype=torch.int32, device=device)
-    top_p = torch.tensor([1.0, 1.0, 1.0, 0.9, 0.5, 0.7, 1.0, 0.8, 1e-9, 0.0], device=device)
-    min_p = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.05, 0.01, 0.0, 0.0], device=device)
-    for vocab, scale in ((64, 1.0), (3001, 3.0)):
-        # As a head of this dtype gives them: in 16 bits many are equal.
-        logits = (torch.randn(len(top_k), vocab, device=device) * scale).to(dtype).float()
-        logits[:, ::5] = -math.inf
-        yield Case({"logits": logits, "top_k": top_k, "top_p": top_p, "min_p": min_p})
-        yield Case({"logits": logits, "top_k": top_k, "top_p": top_p, "min_p": None})
-        yield Case({"logits": logits, "top_k": None, "top_p": None, "min_p": min_p})
-
-
-@op(inputs=_inputs)
+@op()
 def truncate_logits(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> Tensor:
     """Minus infinity for tokens that min_p, then top_k, then top_p take away, each from what the one before has left.
 

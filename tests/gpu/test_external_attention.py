@@ -14,8 +14,8 @@ from rapid_infer import LLM, SamplingParams
 from rapid_infer.ops import OPS, OpFacts, load_providers
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.attention_params import AttentionParams
-from rapid_infer.ops.paged_attention import make_metadata
-from rapid_infer.ops.registry import Case
+from rapid_infer.testing.op_cases import Case, cases_of
+from rapid_infer.testing.op_cases.attention import make_metadata
 from rapid_infer.testing.tiny import TINY, make_checkpoint
 
 load_providers()
@@ -99,7 +99,7 @@ def poison(kwargs: dict[str, Any]) -> dict[str, Any]:
 def test_generic_inputs(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     ran, reasons = 0, set()
-    for one in OP.inputs(dtype, "cuda"):
+    for one in cases_of(OP, dtype, "cuda"):
         why_not = OP.providers[name].supports(OpFacts.of("cuda", dtype, **one.extra))
         reasons.update(why_not)
         if not why_not:

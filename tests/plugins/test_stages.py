@@ -12,9 +12,9 @@ from rapid_infer.layers.context import BuildContext
 from rapid_infer.loader import Inventory, load_weights, plan_load
 from rapid_infer.models.checkpoint import read_checkpoint
 from rapid_infer.ops import OpResolver
-from rapid_infer.ops.paged_attention import make_metadata
 from rapid_infer.parallel import ParallelState
 from rapid_infer.registry import ModelRegistry
+from rapid_infer.testing.op_cases.attention import make_metadata
 from rapid_infer.worker.build import allocate_caches
 
 

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from common.op_shapes import Shape
 from common.schema import Result
 
 from rapid_infer.ops import OPS, Op
-from rapid_infer.ops.registry import Case
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -42,10 +40,7 @@ def gumbel_argmax(monkeypatch: pytest.MonkeyPatch) -> None:
     def gumbel_argmax(logits: torch.Tensor, flavour: str) -> torch.Tensor:
         raise NotImplementedError
 
-    def inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
-        raise NotImplementedError
-
-    monkeypatch.setitem(OPS, "gumbel_argmax", Op(gumbel_argmax, inputs))
+    monkeypatch.setitem(OPS, "gumbel_argmax", Op(gumbel_argmax))
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

@@ -14,9 +14,9 @@ pytest.importorskip("triton")
 
 from rapid_infer.ops import OPS, load_providers
 from rapid_infer.ops.attention_params import AttentionParams
-from rapid_infer.ops.paged_attention import make_metadata
 from rapid_infer.ops.providers.triton import attention_prefill, attention_prefill_plan, latent_context, latent_prefill
-from rapid_infer.ops.registry import Case
+from rapid_infer.testing.op_cases import Case, cases_of
+from rapid_infer.testing.op_cases.attention import make_metadata
 
 load_providers()
 
@@ -87,7 +87,7 @@ def has_gaps(case: Case, names: tuple[str, ...]) -> bool:
 def test_elements_may_lie_further_apart_than_32_bits_count(name: str, far_apart: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     op = OPS[name]
-    case = next(case for case in op.inputs(torch.float16, "cpu") if has_gaps(case, FAR[name]))
+    case = next(case for case in cases_of(op, torch.float16, "cpu") if has_gaps(case, FAR[name]))
     near, far = (
         {key: value.clone() if isinstance(value, Tensor) else value for key, value in case.kwargs.items()}
         for _ in range(2)

@@ -15,9 +15,9 @@ from rapid_infer.layers.attention import Attention
 from rapid_infer.layers.context import BuildContext
 from rapid_infer.ops import OPS, OpFacts, OpResolver, load_providers
 from rapid_infer.ops.attention_params import AttentionParams
-from rapid_infer.ops.paged_attention import make_metadata
 from rapid_infer.ops.providers import installed
 from rapid_infer.ops.providers.flash_attn import plan
+from rapid_infer.testing.op_cases.attention import make_metadata
 
 load_providers()
 

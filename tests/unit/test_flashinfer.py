@@ -18,8 +18,8 @@ from torch import Tensor
 
 from rapid_infer.ops import OPS, OpFacts, load_providers
 from rapid_infer.ops.attention_params import AttentionParams
-from rapid_infer.ops.paged_attention import make_metadata
 from rapid_infer.ops.providers import installed
+from rapid_infer.testing.op_cases.attention import make_metadata
 
 load_providers()
 

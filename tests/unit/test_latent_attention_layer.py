@@ -18,9 +18,9 @@ from rapid_infer.layers.parameter import parts_of, placement_of
 from rapid_infer.layers.rope import RopeConfig
 from rapid_infer.ops import OPS, OpResolver
 from rapid_infer.ops.attention_metadata import AttentionMetadata
-from rapid_infer.ops.paged_attention import in_mixed_graph, make_metadata
 from rapid_infer.ops.rope_kv_write import rotate
 from rapid_infer.parallel import ParallelState
+from rapid_infer.testing.op_cases.attention import in_mixed_graph, make_metadata
 
 HEADS, NOPE, ROPE, V, RANK, HIDDEN, BLOCK = 4, 6, 4, 5, 12, 16, 4
 YARN = (("factor", 40.0), ("mscale_all_dim", 0.707), ("mscale", 0.707), ("original_max_position_embeddings", 8.0))

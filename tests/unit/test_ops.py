@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,46 +11,13 @@ from torch import Tensor
 from rapid_infer.errors import ConfigError, PluginError
 from rapid_infer.ops import OPS, Op, OpFacts, OpResolver, attention_params, load_providers, register
 from rapid_infer.ops import registry as ops_registry
-from rapid_infer.ops.paged_attention import make_metadata
-from rapid_infer.ops.registry import REFERENCE, Case, op
+from rapid_infer.ops.registry import REFERENCE, op
+from rapid_infer.testing.op_cases import TOLERANCE, cases_of, check
+from rapid_infer.testing.op_cases.attention import make_metadata
 
 load_providers()
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-# A few roundings of the dtype, on values of order one to ten.
-TOLERANCE = {
-    torch.float32: {"atol": 2e-5, "rtol": 2e-5},
-    torch.bfloat16: {"atol": 4e-2, "rtol": 4e-2},
-    torch.float16: {"atol": 5e-3, "rtol": 5e-3},
-}
-
-
-def widen(value: Any) -> Any:
-    """A copy for the reference: fp32 where the op computes."""
-    if not isinstance(value, Tensor):
-        return value
-    return value.float() if value.is_floating_point() else value.clone()
-
-
-def copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def check(defined: Op, provider: str, case: Case, dtype: torch.dtype) -> None:
-    expected_args = {name: widen(value) for name, value in case.kwargs.items()}
-    got_args = {name: copy(value) for name, value in case.kwargs.items()}
-    if (prepare := defined.providers[provider].prepare) is not None:
-        assert defined.prepared is not None
-        got_args[defined.prepared] = prepare(got_args[defined.prepared])
-    expected = defined.reference(**expected_args)
-    got = defined.providers[provider].fn(**got_args)
-    pairs = [(expected_args[name], got_args[name]) for name in defined.mutates]
-    if expected is not None:
-        pairs += list(zip(expected, got)) if isinstance(expected, tuple) else [(expected, got)]
-    assert isinstance(got, tuple) == isinstance(expected, tuple)
-    for want, have in pairs:
-        assert have.shape == want.shape
-        torch.testing.assert_close(have.float(), want.float(), **TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -60,7 +26,7 @@ def check(defined: Op, provider: str, case: Case, dtype: torch.dtype) -> None:
 def test_provider_equals_reference(name: str, provider: str, dtype: torch.dtype, device: str) -> None:
     defined, ran, reasons = OPS[name], 0, set()
     torch.manual_seed(0)
-    for case in defined.inputs(dtype, device):
+    for case in cases_of(defined, dtype, device):
         why_not = defined.providers[provider].supports(OpFacts.of(device, dtype, **case.extra))
         reasons.update(why_not)
         if not why_not:
@@ -73,8 +39,8 @@ def test_provider_equals_reference(name: str, provider: str, dtype: torch.dtype,
 @pytest.mark.parametrize("name", OPS)
 def test_arguments_are_mutated_only_where_the_op_says_so(name: str) -> None:
     defined = OPS[name]
-    for case in defined.inputs(torch.float32, "cpu"):
-        args = {key: copy(value) for key, value in case.kwargs.items()}
+    for case in cases_of(defined, torch.float32, "cpu"):
+        args = {key: value.clone() if isinstance(value, Tensor) else value for key, value in case.kwargs.items()}
         defined.reference(**args)
         tensors = {key: value for key, value in args.items() if isinstance(value, Tensor)}
         changed = {k for k, v in tensors.items() if not torch.equal(v.nan_to_num(), case.kwargs[k].nan_to_num())}
@@ -92,7 +58,7 @@ def test_what_no_row_has_written_does_not_matter(name: str, provider: str) -> No
     if why_not := defined.providers[provider].supports(OpFacts.of("cpu", torch.float32, head_dim=16, block_size=4)):
         pytest.skip("; ".join(why_not))
     seq_lens = [5, 7, 33, 40, 9, 22]
-    case = next(case for case in defined.inputs(torch.float32, "cpu") if len(case.kwargs["metadata"].rows) > 2)
+    case = next(case for case in cases_of(defined, torch.float32, "cpu") if len(case.kwargs["metadata"].rows) > 2)
     metadata, blocks = make_metadata(seq_lens, [1, 1, 1, 1, 4, 3], 4, "cpu")
     unwritten = torch.ones(blocks, 4, dtype=torch.bool)
     for row, n in enumerate(seq_lens):
@@ -121,10 +87,7 @@ def nothing(facts: OpFacts) -> Sequence[str]:
 def double() -> Iterator[Op]:
     """A made-up op with a slow and a picky provider."""
 
-    def inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
-        yield Case({"x": torch.ones(2, dtype=dtype, device=device)})
-
-    @op(inputs=inputs, facts=("head_dim", "window"))
+    @op(facts=("head_dim", "window"), cases="fake_op_cases:made_up_double")
     def made_up_double(x: Tensor) -> Tensor:
         return x * 2
 
@@ -138,6 +101,23 @@ def double() -> Iterator[Op]:
 
     yield made_up_double
     del OPS["made_up_double"]
+
+
+def test_an_op_from_outside_brings_its_cases(double: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = (
+        *("import torch", "from rapid_infer.testing.op_cases import Case", "def made_up_double(dtype, device):"),
+        "    yield Case({'x': torch.ones(2, dtype=dtype, device=device)}, {'head_dim': 16})",
+    )
+    (tmp_path / "fake_op_cases.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (case,) = cases_of(double, torch.float32, "cpu")
+    check(double, "fast", case, torch.float32)
+    register("made_up_double", "wrong", priority=1, supports=nothing)(lambda x: x)
+    with pytest.raises(AssertionError, match="not close"):
+        check(double, "wrong", case, torch.float32)
+    double.cases = None
+    with pytest.raises(PluginError, match=r"op made_up_double has no test cases: name them, @op\(cases='my_package"):
+        cases_of(double, torch.float32, "cpu")
 
 
 FACTS = OpFacts("cpu", torch.float32)

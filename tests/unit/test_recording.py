@@ -17,6 +17,7 @@ from rapid_infer.device import GpuFacts
 from rapid_infer.errors import ConfigError
 from rapid_infer.layers.context import BuildContext
 from rapid_infer.ops import OPS, OpResolver, load_providers, registry
+from rapid_infer.testing.op_cases import cases_of
 from rapid_infer.worker import build
 from rapid_infer.worker.build import build_model
 from rapid_infer.worker.graph_recorder import GraphRecorder
@@ -39,7 +40,7 @@ def without_values(value: Any, mode: FakeTensorMode) -> Any:
 @pytest.mark.parametrize(("name", "provider"), [*((name, "torch") for name in OPS), ("fused_experts", "grouped_mm")])
 def test_providers_say_whether_they_read_values_on_the_host(name: str, provider: str) -> None:
     found = True
-    for case in OPS[name].inputs(torch.bfloat16, "cpu"):
+    for case in cases_of(OPS[name], torch.bfloat16, "cpu"):
         with FakeTensorMode() as mode:
             try:
                 OPS[name].providers[provider].fn(**{key: without_values(v, mode) for key, v in case.kwargs.items()})

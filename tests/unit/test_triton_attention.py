@@ -19,7 +19,6 @@ import triton.language as tl
 from rapid_infer.ops import OPS
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.attention_params import AttentionParams
-from rapid_infer.ops.paged_attention import in_mixed_graph, make_metadata
 from rapid_infer.ops.providers.triton import (
     attention_plan,
     attention_prefill,
@@ -30,6 +29,7 @@ from rapid_infer.ops.providers.triton import (
 )
 from rapid_infer.ops.providers.triton.attention import paged_attention
 from rapid_infer.ops.providers.triton.attention_plan import decode_plan, first_tile, row_part
+from rapid_infer.testing.op_cases.attention import in_mixed_graph, make_metadata
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REFERENCE = OPS["paged_attention"].reference

@@ -13,7 +13,6 @@ pytest.importorskip("triton")
 from rapid_infer.ops import OPS
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.attention_params import AttentionParams
-from rapid_infer.ops.paged_attention import make_metadata
 from rapid_infer.ops.providers.triton import (
     attention_groups,
     attention_plan,
@@ -23,6 +22,7 @@ from rapid_infer.ops.providers.triton import (
 )
 from rapid_infer.ops.providers.triton.attention import paged_attention
 from rapid_infer.ops.providers.triton.attention_plan import DecodePlan
+from rapid_infer.testing.op_cases.attention import make_metadata
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REFERENCE = OPS["paged_attention"].reference

@@ -13,7 +13,6 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from rapid_infer.ops import OPS
-from rapid_infer.ops.paged_attention import in_mixed_graph, make_metadata
 from rapid_infer.ops.providers.triton import attention_plan
 from rapid_infer.ops.providers.triton import latent_context as context_module
 from rapid_infer.ops.providers.triton import latent_decode as decode_module
@@ -23,7 +22,7 @@ from rapid_infer.ops.providers.triton.latent_decode import latent_decode
 from rapid_infer.ops.providers.triton.latent_kv_write import latent_kv_write
 from rapid_infer.ops.providers.triton.latent_prefill import latent_prefill
 from rapid_infer.ops.providers.triton.latent_tile import latent_shape
-from rapid_infer.ops.rope_kv_write import slots_only
+from rapid_infer.testing.op_cases.attention import in_mixed_graph, make_metadata, slots_only
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CLOSE = {"atol": 2e-5, "rtol": 2e-5}

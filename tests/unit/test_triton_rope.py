@@ -8,9 +8,9 @@ import torch
 from rapid_infer.ops import OPS
 
 pytest.importorskip("triton")
-from test_ops import check
 
 from rapid_infer.ops.providers.triton import rope_kv_write
+from rapid_infer.testing.op_cases import cases_of, check
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -22,6 +22,6 @@ def test_tokens_at_once(dtype: torch.dtype, at_once: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(rope_kv_write, "AT_ONCE", at_once)
     torch.manual_seed(0)
     op = OPS["qk_norm_rope_kv_write"]
-    for case in op.inputs(dtype, DEVICE):
+    for case in cases_of(op, dtype, DEVICE):
         assert case.kwargs["qkv"].shape[0] % at_once
         check(op, "triton", case, dtype)
