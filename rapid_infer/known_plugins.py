@@ -1,4 +1,4 @@
-"""Which package to suggest for an architecture that no installed plugin provides. A hint for messages, nothing more."""
+"""Which package to suggest for what no installed one provides. Hints for messages, nothing more."""
 
 KNOWN_PLUGINS: dict[str, str] = {
     "LlamaForCausalLM": "rapid-infer-llama",
@@ -8,3 +8,9 @@ KNOWN_PLUGINS: dict[str, str] = {
     "DeepseekV2ForCausalLM": "rapid-infer-deepseek-v2",
     "DeepseekV3ForCausalLM": "rapid-infer-deepseek-v2",
 }
+"""By architecture."""
+
+KNOWN_PROVIDERS: dict[str, str] = dict.fromkeys(
+    ("vllm_flash_attn", "flash_attn_4", "flash_attn", "flashinfer"), "rapid-infer-ops-attention"
+)
+"""By provider of an operator."""

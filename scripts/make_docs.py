@@ -15,6 +15,7 @@ from pathlib import Path
 from rapid_infer import SamplingParams
 from rapid_infer.config import EngineArgs
 from rapid_infer.ops import OPS, load_providers
+from rapid_infer.ops.registry import Provider
 from rapid_infer.registry import ModelRegistry
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,11 +55,17 @@ def sampling_params() -> str:
     return _described_fields(SamplingParams)
 
 
+def _ours(provider: Provider) -> bool:
+    """Whether it is the runtime's own: what else is installed here does not matter to the page."""
+    module = provider.target.partition(":")[0] if isinstance(provider.target, str) else provider.target.__module__
+    return module.partition(".")[0] == "rapid_infer"
+
+
 def operators() -> str:
     load_providers()
     rows = []
     for op in OPS.values():
-        providers = sorted(op.providers.values(), key=lambda p: -p.priority)
+        providers = sorted(filter(_ours, op.providers.values()), key=lambda p: -p.priority)
         first = (op.__doc__ or "").strip().splitlines()[0]
         rows.append((f"`{op.name}`", ", ".join(f"{p.name} ({p.priority})" for p in providers), first))
     return table(("op", "providers (priority)", "meaning"), rows)

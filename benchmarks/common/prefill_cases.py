@@ -147,5 +147,5 @@ def cudnn(task: Task) -> Callable[[], Any]:
 
 def flash(case: dict[str, Any], version: int) -> Callable[[], Any]:
     """FlashAttention 3 as vLLM builds it, or flash-attn-4, on the same pages."""
-    module = importlib.import_module(f"rapid_infer.ops.providers.flash_attn.version_{version}")
+    module = importlib.import_module(f"rapid_infer_ops_attention.flash_attn.version_{version}")
     return lambda: module.paged_attention(**case)

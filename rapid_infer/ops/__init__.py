@@ -1,8 +1,10 @@
 """Operators: one file per op (signature, meaning, torch reference), and providers that do the same faster.
 
-`bind` picks a provider when a layer is built; `table` says for every provider why it can or cannot run.
+A provider is picked when a layer is built (`Op.bind`). This is what packages of the group `rapid_infer.ops` import.
 """
 
+from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.attention_params import AttentionParams, lacks
 from rapid_infer.ops.embedding import embedding
 from rapid_infer.ops.fused_experts import fused_experts
 from rapid_infer.ops.gumbel_argmax import gumbel_argmax
@@ -13,7 +15,7 @@ from rapid_infer.ops.linear import linear
 from rapid_infer.ops.linear_silu_and_mul import linear_silu_and_mul
 from rapid_infer.ops.lm_head import lm_head, lm_head_argmax
 from rapid_infer.ops.paged_attention import paged_attention
-from rapid_infer.ops.registry import OPS, BoundOp, Op, OpFacts, OpResolver, load_providers, op, register
+from rapid_infer.ops.registry import OPS, BoundOp, Op, OpFacts, OpResolver, load_providers, op, register, register_lazy
 from rapid_infer.ops.rms_norm import fused_add_rms_norm, rms_norm
 from rapid_infer.ops.rope_kv_write import qk_norm_rope_kv_write
 from rapid_infer.ops.route_experts import route_experts
@@ -24,6 +26,8 @@ from rapid_infer.ops.truncate_logits import truncate_logits
 
 __all__ = [
     "OPS",
+    "AttentionMetadata",
+    "AttentionParams",
     "BoundOp",
     "Op",
     "OpFacts",
@@ -34,6 +38,7 @@ __all__ = [
     "fused_add_rms_norm",
     "fused_experts",
     "gumbel_argmax",
+    "lacks",
     "latent_context",
     "latent_decode",
     "latent_kv_write",
@@ -48,6 +53,7 @@ __all__ = [
     "paged_attention",
     "qk_norm_rope_kv_write",
     "register",
+    "register_lazy",
     "rms_norm",
     "route_experts",
     "router_logits",

@@ -18,14 +18,13 @@ import torch
 
 from rapid_infer.device import gpu_facts
 from rapid_infer.errors import ConfigError, PluginError
+from rapid_infer.known_plugins import KNOWN_PROVIDERS
 from rapid_infer.registry import EntryPointTable, load_target
 
 REFERENCE = "torch"
 BUILTIN_PROVIDERS = (
     "rapid_infer.ops.providers.cpu",
     "rapid_infer.ops.providers.triton",
-    "rapid_infer.ops.providers.flash_attn",
-    "rapid_infer.ops.providers.flashinfer",
     "rapid_infer.ops.providers.grouped_mm",
 )
 
@@ -183,7 +182,9 @@ class Op:
         reasons = self.reasons(facts)
         for name in wanted:
             if name not in reasons:
-                raise ConfigError(f"op {self.name} has no provider {name!r}; it has: {', '.join(reasons)}")
+                package = KNOWN_PROVIDERS.get(name)
+                hint = f"; to get it: `pip install {package}`" if package else ""
+                raise ConfigError(f"op {self.name} has no provider {name!r}; it has: {', '.join(reasons)}{hint}")
         for name in wanted or reasons:
             if not reasons[name]:
                 return BoundOp(self.name, self.providers[name])
@@ -271,13 +272,15 @@ _loaded: set[str] = set()
 def load_providers() -> None:
     """Import the built-in providers and those that installed packages declare under `rapid_infer.ops`.
 
-    Once per process.
+    Once per process. PluginError for a package that cannot be imported, or is for another rapid-infer.
     """
-    table = EntryPointTable("rapid_infer.ops")
-    for module in (*BUILTIN_PROVIDERS, *(entry.target for entry in table.entries())):
-        if module not in _loaded:
-            _loaded.add(module)
-            import_module(module.partition(":")[0])
+    for module in BUILTIN_PROVIDERS:
+        import_module(module)
+    table = EntryPointTable("rapid_infer.ops", what="operators")
+    for entry in table.entries():
+        if entry.target not in _loaded:
+            table.load(entry)
+            _loaded.add(entry.target)
 
 
 class OpResolver:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from rapid_infer_ops_attention.providers import NAMES
 from torch import Tensor
 
 from rapid_infer import LLM, SamplingParams
@@ -26,7 +27,6 @@ pytestmark = [
 ]
 
 OP = OPS["paged_attention"]
-NAMES = ("vllm_flash_attn", "flash_attn_4", "flash_attn", "flashinfer")
 DTYPES = (torch.bfloat16, torch.float16)
 TOLERANCE = {torch.bfloat16: {"atol": 4e-2, "rtol": 4e-2}, torch.float16: {"atol": 5e-3, "rtol": 5e-3}}
 # Rows of one token first: short, at and around the ends of pages and tiles, and long enough to be split.

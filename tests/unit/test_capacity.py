@@ -17,6 +17,8 @@ from rapid_infer.config import CheckpointFacts, DeviceFacts, EngineArgs, EngineC
 from rapid_infer.errors import ConfigError
 from rapid_infer.layers.embedding import LMHead
 from rapid_infer.models.checkpoint import Checkpoint, read_checkpoint
+from rapid_infer.ops import OPS
+from rapid_infer.ops.registry import Provider
 from rapid_infer.registry import ModelRegistry
 from rapid_infer.testing import TINY, make_checkpoint
 from rapid_infer.worker import capacity
@@ -238,7 +240,9 @@ def test_a_gpu_that_is_full_says_so(checkpoint: Checkpoint, monkeypatch: pytest.
 
 def test_providers_that_only_a_gpu_has_may_be_pinned(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Room, "of", lambda config: Room(GIB, "a lot is free"))
-    config = resolved("cuda", op_priority={"paged_attention": ["flashinfer"]})
+    gpu_only = Provider("paged_attention", "gpu_only", 1, lambda facts: ["is elsewhere"], lambda: None)
+    monkeypatch.setitem(OPS["paged_attention"].providers, "gpu_only", gpu_only)
+    config = resolved("cuda", op_priority={"paged_attention": ["gpu_only"]})
     check_memory(ModelRegistry.resolve(checkpoint.architecture), checkpoint, config)
 
 

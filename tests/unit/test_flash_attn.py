@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from rapid_infer_ops_attention import installed, providers
+from rapid_infer_ops_attention.flash_attn import plan
 
 from rapid_infer.layers.attention import Attention
 from rapid_infer.layers.context import BuildContext
 from rapid_infer.ops import OPS, OpFacts, OpResolver, load_providers
 from rapid_infer.ops.attention_params import AttentionParams
-from rapid_infer.ops.providers import installed
-from rapid_infer.ops.providers.flash_attn import plan
 from rapid_infer.testing.op_cases.attention import make_metadata
 
 load_providers()
 
-NAMES = ("vllm_flash_attn", "flash_attn_4", "flash_attn")
+NAMES = tuple(name for name in providers.NAMES if "flash_attn" in name)
 FITTING = {"head_dim": 128, "block_size": 64, "window": False, "soft_cap": False, "sinks": False, "return_lse": False}
 
 
@@ -186,7 +186,7 @@ def fake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     for i in range(len(parts)):
         monkeypatch.setitem(sys.modules, ".".join(parts[: i + 1]), ModuleType(".".join(parts[: i + 1])))
     sys.modules[name].flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
-    module = f"rapid_infer.ops.providers.flash_attn.{request.param}"
+    module = f"rapid_infer_ops_attention.flash_attn.{request.param}"
     monkeypatch.delitem(sys.modules, module, raising=False)
     loaded = importlib.import_module(module)
     if request.param == "version_4":

@@ -14,14 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from rapid_infer_ops_attention import installed, providers
 from torch import Tensor
 
 from rapid_infer.ops import OPS, OpFacts, load_providers
 from rapid_infer.ops.attention_params import AttentionParams
-from rapid_infer.ops.providers import installed
 from rapid_infer.testing.op_cases.attention import make_metadata
 
 load_providers()
+assert "flashinfer" in providers.NAMES
 
 OP = OPS["paged_attention"]
 FITTING = {"head_dim": 128, "block_size": 64, "window": False, "soft_cap": False, "sinks": False, "return_lse": False}
@@ -115,7 +116,7 @@ def fn(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     module = ModuleType("flashinfer")
     module.BatchPrefillWithPagedKVCacheWrapper = Wrapper  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashinfer", module)
-    name = "rapid_infer.ops.providers.flashinfer.attention"
+    name = "rapid_infer_ops_attention.flashinfer.attention"
     monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(Wrapper, "plans", 0)
     yield importlib.import_module(name).paged_attention

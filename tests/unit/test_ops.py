@@ -1,13 +1,18 @@
 """Every provider of every op against the op's reference in fp32, and the rules of the registry."""
 
+import importlib
+import os
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from rapid_infer import known_plugins
 from rapid_infer.errors import ConfigError, PluginError
 from rapid_infer.ops import OPS, Op, OpFacts, OpResolver, attention_params, load_providers, register
 from rapid_infer.ops import registry as ops_registry
@@ -17,6 +22,7 @@ from rapid_infer.testing.op_cases.attention import make_metadata
 
 load_providers()
 
+ROOT = Path(__file__).resolve().parents[2]
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
 
@@ -156,6 +162,78 @@ def test_an_unknown_provider_in_the_users_list_is_an_error(double: Op) -> None:
 def test_an_unknown_op_in_the_users_list_is_an_error_with_a_near_match() -> None:
     with pytest.raises(ConfigError, match="unknown op 'paged_atention': did you mean 'paged_attention'"):
         OpResolver("cpu", {"paged_atention": ["cpu"]})
+
+
+def test_a_provider_of_a_package_that_is_not_installed_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(OPS["paged_attention"].providers, "flashinfer", raising=False)
+    with pytest.raises(
+        ConfigError, match=r"no provider 'flashinfer'; it has: .*`pip install rapid-infer-ops-attention`$"
+    ):
+        OPS["paged_attention"].bind(FACTS, ["flashinfer"])
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Installs a package that declares a module of providers, in place of the one before."""
+
+    def install(source: str, requires: str = "rapid-infer>=0.1") -> None:
+        folder = tmp_path / "fake_ops-1.0.dist-info"
+        folder.mkdir(exist_ok=True)
+        head = f"Metadata-Version: 2.1\nName: fake-ops\nVersion: 1.0\nRequires-Dist: {requires}\n"
+        (folder / "METADATA").write_text(head)
+        (folder / "entry_points.txt").write_text("[rapid_infer.ops]\nfake = fake_ops:silu_and_mul\n")
+        (tmp_path / "fake_ops.py").write_text(source)
+        sys.modules.pop("fake_ops", None)
+        importlib.invalidate_caches()
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(ops_registry, "_loaded", set(ops_registry._loaded))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield install
+    sys.modules.pop("fake_ops", None)
+    OPS["silu_and_mul"].providers.pop("fake", None)
+
+
+def test_a_package_brings_its_providers(package: Callable[..., None]) -> None:
+    package("1 / 0")
+    with pytest.raises(
+        PluginError, match=r"operators 'fake': cannot load fake_ops:silu_and_mul \(fake-ops 1.0\): ZeroD"
+    ):
+        load_providers()
+    good = (
+        "from rapid_infer.ops import register\n"
+        "@register('silu_and_mul', 'fake', priority=1, supports=lambda facts: ())\n"
+        "def silu_and_mul(gate_up): ...\n"
+    )
+    package(good, "rapid-infer>=9")
+    with pytest.raises(PluginError, match=r"fake-ops 1.0 requires rapid-infer>=9, but rapid-infer .* is running"):
+        load_providers()
+    assert "fake" not in OPS["silu_and_mul"].providers
+    package(good)
+    load_providers()
+    load_providers()
+    assert OPS["silu_and_mul"].bind(FACTS, ["fake"]).provider == "fake"
+
+
+def test_our_package_of_attention_declares_its_providers(tmp_path: Path) -> None:
+    """What its pyproject.toml says is what an installer would write."""
+    project = tomllib.loads((ROOT / "plugins" / "ops_attention" / "pyproject.toml").read_text())["project"]
+    folder = tmp_path / "rapid_infer_ops_attention-0.1.0.dist-info"
+    folder.mkdir()
+    lines = [
+        f"Name: {project['name']}",
+        f"Version: {project['version']}",
+        *map("Requires-Dist: {}".format, project["dependencies"]),
+    ]
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\n" + "\n".join(lines) + "\n")
+    points = project["entry-points"]["rapid_infer.ops"]
+    (folder / "entry_points.txt").write_text("[rapid_infer.ops]\n" + "\n".join(f"{k} = {v}" for k, v in points.items()))
+    code = "from rapid_infer.ops import *; load_providers(); print(*OPS['paged_attention'].providers)"
+    path = [str(tmp_path), str(ROOT / "plugins" / "ops_attention" / "src"), str(ROOT)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) >= set(known_plugins.KNOWN_PROVIDERS)
 
 
 def test_a_provider_for_an_unknown_op_is_refused_with_a_near_match() -> None:

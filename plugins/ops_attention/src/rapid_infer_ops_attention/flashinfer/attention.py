@@ -11,10 +11,10 @@ import torch
 from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from torch import Tensor
 
-from rapid_infer.ops.attention_metadata import AttentionMetadata
-from rapid_infer.ops.attention_params import AttentionParams
+from rapid_infer.ops import AttentionMetadata, AttentionParams
 
-logger = logging.getLogger(__name__)
+# Below the runtime's own, which is what users are told to turn up.
+logger = logging.getLogger("rapid_infer.ops.flashinfer")
 
 WORKSPACE_BYTES = 128 * 2**20
 """What the library asks for, to add up parts of keys."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from rapid_infer.ops.registry import OpFacts
+from rapid_infer.ops import OpFacts
 
 
 @cache

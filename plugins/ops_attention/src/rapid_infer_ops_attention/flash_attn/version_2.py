@@ -5,9 +5,8 @@ from __future__ import annotations
 from flash_attn import flash_attn_varlen_func
 from torch import Tensor
 
-from rapid_infer.ops.attention_metadata import AttentionMetadata
-from rapid_infer.ops.attention_params import AttentionParams
-from rapid_infer.ops.providers.flash_attn.plan import block_table, key_start
+from rapid_infer.ops import AttentionMetadata, AttentionParams
+from rapid_infer_ops_attention.flash_attn.plan import block_table, key_start
 
 
 def paged_attention(

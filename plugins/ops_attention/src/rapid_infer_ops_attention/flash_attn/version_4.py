@@ -8,9 +8,8 @@ import torch
 from flash_attn.cute import flash_attn_varlen_func
 from torch import Tensor
 
-from rapid_infer.ops.attention_metadata import AttentionMetadata
-from rapid_infer.ops.attention_params import AttentionParams
-from rapid_infer.ops.providers.flash_attn.plan import block_table
+from rapid_infer.ops import AttentionMetadata, AttentionParams
+from rapid_infer_ops_attention.flash_attn.plan import block_table
 
 
 @cache

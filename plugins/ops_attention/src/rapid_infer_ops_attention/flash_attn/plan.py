@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops import AttentionMetadata
 
 
 def block_table(metadata: AttentionMetadata) -> Tensor:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from rapid_infer.ops.attention_params import lacks
-from rapid_infer.ops.providers import installed
-from rapid_infer.ops.providers.installed import not_16_bit_cuda, older_than_sm80
-from rapid_infer.ops.registry import OpFacts
+from rapid_infer.ops import OpFacts, lacks
+from rapid_infer_ops_attention import installed
+from rapid_infer_ops_attention.installed import not_16_bit_cuda, older_than_sm80
 
 HEAD_DIMS = (64, 128, 256)
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from rapid_infer.ops.attention_params import lacks
-from rapid_infer.ops.providers import installed
-from rapid_infer.ops.providers.installed import not_16_bit_cuda, older_than_sm80
-from rapid_infer.ops.registry import OpFacts
+from rapid_infer.ops import OpFacts, lacks
+from rapid_infer_ops_attention import installed
+from rapid_infer_ops_attention.installed import not_16_bit_cuda, older_than_sm80
 
 
 def cannot_run_version_3(facts: OpFacts) -> list[str]:

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-from rapid_infer.ops.attention_metadata import AttentionMetadata
-from rapid_infer.ops.attention_params import AttentionParams
-from rapid_infer.ops.providers.flash_attn.plan import block_table
+from rapid_infer.ops import AttentionMetadata, AttentionParams
+from rapid_infer_ops_attention.flash_attn.plan import block_table
 
 
 def paged_attention(

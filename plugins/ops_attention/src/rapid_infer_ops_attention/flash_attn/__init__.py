@@ -1,0 +1,1 @@
+"""FlashAttention, versions 2 to 4."""
