@@ -13,7 +13,7 @@ TEST_PROCESSES ?= 2
 help:
 	@echo "make demo    install into $(VENV) and answer a question with a small model"
 	@echo "make test    install into $(VENV) and run the whole CPU test suite"
-	@echo "make check   the quick gate: ruff, import contracts, types"
+	@echo "make check   the quick gate: ruff, import contracts, types; prints lines of code"
 	@echo "make setup   install only"
 	@echo "make format  let ruff format and fix"
 	@echo "make clean   remove $(VENV) and caches"
@@ -38,6 +38,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	$(BIN)/python scripts/count_lines.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
