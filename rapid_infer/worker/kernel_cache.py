@@ -23,7 +23,7 @@ from rapid_infer.config import EngineArgs
 from rapid_infer.device import GpuFacts
 from rapid_infer.errors import ConfigError
 from rapid_infer.hub.cache import CACHE_VARIABLE, cache_dir
-from rapid_infer.registry import Entry
+from rapid_infer.registry import Entry, EntryPointTable
 
 VARIABLE = "TRITON_CACHE_DIR"
 UNRELATED = (
@@ -72,13 +72,17 @@ class KernelList:
 
     @classmethod
     def of(cls, cache: Path, checkpoint: Path, entry: Entry, args: EngineArgs) -> KernelList:
-        """Its key is all that kernels depend on but the GPU: config.json, plugin, options, versions and sources."""
+        """Its key is all that kernels depend on but the GPU: config.json, options, versions, and the sources of the
+        runtime, of the plugin and of packages of operators.
+        """
+        packages = [entry, *EntryPointTable("rapid_infer.ops").entries()]
+        folders = [folder for package in packages for folder in _folders(package.target)]
         options = {name: value for name, value in asdict(args).items() if name not in UNRELATED}
         parts = [
             hashlib.sha256((checkpoint / "config.json").read_bytes()).hexdigest(),
-            entry.target, entry.version, sorted(options.items()),
+            [(package.target, package.version) for package in packages], sorted(options.items()),
             [_version(name) for name in ("torch", "triton", "transformers")],
-            [_sources(root) for root in (Path(__file__).parents[1], *_folders(entry.target))],
+            [_sources(root) for root in (Path(__file__).parents[1], *folders)],
         ]  # fmt: skip
         return cls(cache, hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:32])
 
@@ -123,7 +127,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _folders(target: str) -> list[Path]:
-    """Of the package that brings the model, whose author may be changing it."""
+    """Of a package that brings models or operators, whose author may be changing it."""
     try:
         spec = find_spec(re.split(r"[.:]", target)[0])
     except (ImportError, ValueError):

@@ -56,12 +56,18 @@ def test_a_list_holds_for_what_kernels_depend_on(
     keys.append(key(replace(ENTRY, version="1.1")))
     (checkpoint / "config.json").write_text('{"hidden_size": 3}')
     keys.append(key())
-    plugin = checkpoint.parent / "some"
-    plugin.mkdir()
-    monkeypatch.syspath_prepend(str(plugin.parent))
-    for source in ("one = 1", "one = 1.0"):
-        (plugin / "__init__.py").write_text(source)
-        keys.append(key())
+    site = checkpoint.parent
+    monkeypatch.syspath_prepend(str(site))
+    metadata = site / "some_ops-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Name: some-ops\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[rapid_infer.ops]\nsome = some_ops:ops\n")
+    keys.append(key())
+    for name in ("some", "some_ops"):
+        (site / name).mkdir()
+        for source in ("one = 1", "one = 1.0"):
+            (site / name / "__init__.py").write_text(source)
+            keys.append(key())
     assert len(set(keys)) == len(keys)
 
 
