@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rapid_infer.cache.slots import slots_of
 from rapid_infer.ops.providers.cpu.facts import not_on_cpu
 from rapid_infer.ops.registry import register
 from rapid_infer.ops.step_inputs import Letter, MixedInputs
@@ -18,11 +19,6 @@ def _open(mail: Tensor, step: Tensor, block_tables: Tensor, layout: Letter) -> t
         pairs = letter[layout.updates : layout.updates + 2 * updates]
         tables.reshape(-1)[pairs[::2]] = pairs[1::2]
     return letter, tables
-
-
-def _slots(tables: np.ndarray, rows: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
-    column, offset = np.divmod(positions, block_size)
-    return tables[:, rows, column].astype(np.int64) * block_size + offset
 
 
 @register("decode_inputs", "cpu", priority=10, supports=not_on_cpu, capturable=False)
@@ -41,7 +37,7 @@ def decode_inputs(
     numbers[:] = letter[Letter.ROWS : Letter.ROWS + len(rows)]
     positions = length.numpy()[numbers]
     seq_lens = ((positions + 1) * (numbers != tables.shape[1] - 1)).astype(np.int32)
-    made = last_token.numpy()[numbers], positions, seq_lens, _slots(tables, numbers, positions, block_size)
+    made = last_token.numpy()[numbers], positions, seq_lens, slots_of(tables, numbers, positions, block_size)
     ids, positions_, lengths, slots = map(torch.from_numpy, made)
     return ids, positions_, lengths, slots
 
@@ -78,7 +74,7 @@ def mixed_inputs(
     input_ids[:total] = np.where(known >= 0, known, last_token.numpy()[owner])
     positions[:total] = place
     slots = np.zeros((len(tables), num_tokens), np.int64)
-    slots[:, :total] = _slots(tables, owner, place, block_size)
+    slots[:, :total] = slots_of(tables, owner, place, block_size)
     live = np.zeros(num_tokens, np.int32)
     live[:total] = 1
 
