@@ -88,6 +88,8 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._parents: dict[str, _Parent] = {}
         self._live: dict[str, tuple[_Parent, _Completion]] = {}
+        self._unwatched: list[str] = []
+        self._log: list[list[int]] = []
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._parents
@@ -133,6 +135,13 @@ class OutputProcessor:
 
     def process(self, step: StepOutputs) -> tuple[list[RequestOutput], list[str]]:
         """Outputs of the requests that have something new, and the engine's ids that a stop string has ended."""
+        # The same list as the step before, of a batch that just goes on, and nobody reads along.
+        if step.request_ids is self._unwatched and not (
+            step.finished or step.logprobs or step.prompt_logprobs or step.num_cached_tokens
+        ):
+            self._log.append(step.token_ids)
+            return [], []
+        self._empty_log()
         live = self._live
         # Outputs come in the order of the tokens: a set has none.
         touched: dict[_Parent, None] = {}
@@ -151,6 +160,7 @@ class OutputProcessor:
                 completion.unread.append(token)
                 if completion.watched:
                     touched[parent] = None
+        self._unwatched = [] if touched else step.request_ids
         for finished in step.finished:
             if finished.request_id in live:
                 parent, completion = live.pop(finished.request_id)
@@ -167,6 +177,13 @@ class OutputProcessor:
             if done or parent.shown:
                 outputs.append(self._output(parent))
         return outputs, stopped
+
+    def _empty_log(self) -> None:
+        """Hand the tokens of steps that nobody looked at to their completions."""
+        for name, tokens in zip(self._unwatched, zip(*self._log)):
+            if name in self._live:
+                self._live[name][1].unread += tokens
+        self._log = []
 
     def _read(self, parent: _Parent, stopped: list[str]) -> bool:
         """Bring the completions up to date, and end those whose stop string is complete; returns whether all ended."""

@@ -78,7 +78,7 @@ def test_what_was_held_back_comes_at_the_end(
 
 
 def steady(outputs: OutputProcessor, names: list[str], texts: list[bytes]) -> None:
-    """Steps of a batch that just goes on."""
+    """Steps of a batch that just goes on: the same list each time."""
     for tokens in zip(*texts, strict=True):
         assert outputs.process(StepOutputs(names, list(tokens))) == ([], [])
 
