@@ -100,17 +100,17 @@ class GraphRunner:
     def capture(self) -> None:
         """Record every forward and its usual finishes, largest first: smaller ones fit into the same memory.
 
-        No step may be in flight.
+        Decode comes before all others. What its kernels hand on then lies close together: scattered over the memory
+        that larger steps and finishes left, a step of DeepSeek-V2-Lite takes 4 % longer. No step may be in flight.
         """
         # What is run to warm up must move no row.
         self.program.mailbox.clear()
-        for size in reversed(self.token_sizes):
-            for kind in self.kinds:
-                self.capture_forward(kind, size)
         for size in reversed(self.sizes):
             self.capture_forward(DECODE, size)
-            for kind, features in product((DECODE, MIXED), USUAL):
-                self.capture_finish(kind, size, features)
+        for size, kind in product(reversed(self.token_sizes), self.kinds):
+            self.capture_forward(kind, size)
+        for size, kind, features in product(reversed(self.sizes), (DECODE, MIXED), USUAL):
+            self.capture_finish(kind, size, features)
         self.program.mailbox.resync()
         self._started = True
         self._recorder.release_unused()
