@@ -101,7 +101,7 @@ class GraphRunner:
         """Record every forward and its usual finishes, largest first: smaller ones fit into the same memory.
 
         Decode comes before all others. What its kernels hand on then lies close together: scattered over the memory
-        that larger steps and finishes left, a step of DeepSeek-V2-Lite takes 4 % longer. No step may be in flight.
+        that larger steps and finishes left, a step of one row took up to 4 % longer. No step may be in flight.
         """
         # What is run to warm up must move no row.
         self.program.mailbox.clear()
