@@ -100,8 +100,8 @@ class GraphRunner:
     def capture(self) -> None:
         """Record every forward and its usual finishes, largest first: smaller ones fit into the same memory.
 
-        Decode comes before all others. What its kernels hand on then lies close together: scattered over the memory
-        that larger steps and finishes left, a step of one row took up to 4 % longer. No step may be in flight.
+        Decode comes before all others, since a step of one row took up to 4 % longer when recorded after them:
+        docs/performance/h200.md has the measurements; the cause is not known. No step may be in flight.
         """
         # What is run to warm up must move no row.
         self.program.mailbox.clear()

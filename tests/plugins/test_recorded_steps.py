@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -190,3 +191,18 @@ def test_a_step_that_stopped_half_way_leaves_the_next_ones_as_they_are(
     assert failed.outputs[0].finish_reason == "error"
     assert "out of luck" in (failed.outputs[0].error or "")
     check((eager, recorded), batch, [greedy] * 3)
+
+
+def test_decode_steps_are_recorded_before_all_others(open_llm, qwen3) -> None:
+    load_providers()
+    order: list[str] = []
+
+    class Noting(ActingRecorder):
+        def record(self, what: str, *args: Any, **kwargs: Any) -> Any:
+            order.append(what)
+            return super().record(what, *args, **kwargs)
+
+    llm = open_llm(qwen3, max_num_batched_tokens=16, op_priority={name: ["torch"] for name in OPS}, **OPTIONS)
+    runner_of(llm).capture(16, Noting())
+    kinds = ["sample" if what.startswith("finish") else what.rsplit(maxsplit=1)[1] for what in order]
+    assert [kind for kind, _ in groupby(kinds)] == ["rows", "tokens", "sample"]
