@@ -50,7 +50,7 @@ class EngineCore:
         """Nothing is cached, planned or in flight."""
         info, longest = self.info, self._config.max_num_batched_tokens
         self.cache = CacheManager(info.groups, info.num_blocks, info.block_size, longest)
-        self.scheduler = Scheduler(self._config, self.cache, last_step=last_step)
+        self.scheduler = Scheduler(self._config, self.cache, info.max_model_len, info.num_drafts, last_step=last_step)
         self._in_flight: deque[tuple[Launch, Any]] = deque()
         # Set while a call changes things: found set by the next call, it says that this one was cut short.
         self._changing = False

@@ -14,7 +14,7 @@ from rapid_infer.engine.step_plan import RowMasks, StepPlan, StepResult
 class ModelInfo:
     """Facts of the loaded model that the engine and the front need; they import no plugin.
 
-    `num_blocks`: of each pool of `groups`.
+    `num_blocks`: of each pool of `groups`. `num_drafts`: how many tokens of a row are guessed and verified in a step.
     """
 
     architecture: str
@@ -24,6 +24,7 @@ class ModelInfo:
     num_blocks: Sequence[int]
     block_size: int
     dtype: str
+    num_drafts: int = 0
 
 
 class Executor(Protocol):

@@ -72,8 +72,12 @@ class PlanBuilder:
             columns.extend(places)
             ids.extend(new)
 
-    def build(self, step: int, rows: Rows, order: Ints, start: Ints, grant: Ints, sampled: Ints) -> StepPlan:
-        """`order`, `start`, `grant`: rows in batch order, their first new position and their number of tokens."""
+    def build(
+        self, step: int, rows: Rows, order: Ints, start: Ints, grant: Ints, sampled: Ints, guesses: Ints
+    ) -> StepPlan:
+        """`order`, `start`, `grant`: rows in batch order, their first new position and their number of tokens, the last
+        `guesses` of which the device makes itself.
+        """
         sampling = order[sampled]
         features = rows.features(sampling)
         if features.masks:
@@ -94,6 +98,7 @@ class PlanBuilder:
             prompt_scores=self._prompt_scores(rows, order, start, grant),
             masks=self._masks() if self._new else None,
             max_context_len=int(start[grant > 1].max(initial=0)),
+            drafts=guesses.astype(np.int32) if guesses.any() else None,
         )
 
     def _tokens(self, rows: Rows, order: Ints, start: Ints, grant: Ints) -> NDArray[np.int32]:

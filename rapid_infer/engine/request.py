@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from rapid_infer.errors import RequestError
 from rapid_infer.outputs import FinishReason
 from rapid_infer.params import SamplingParams
 
+if TYPE_CHECKING:
+    from rapid_infer.engine.rows import Rows
+
 
 class RequestStatus(Enum):
     WAITING = auto()
@@ -23,7 +27,7 @@ class RequestStatus(Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What the host knows of a sequence. While it runs, its counters live in `Rows`, at `row`.
+    """What the host knows of a sequence. While it runs, its counters and new tokens live in `rows`, at `row`.
 
     `prompt_token_ids` `[n]`, never written to. `seed` and `sample_index` key the sampler's noise. `limit`: the total
     length at which it ends. `share_key` None means that its blocks are not offered to others; equal keys may share,
@@ -43,7 +47,7 @@ class Request:
     extras: tuple[HashExtra, ...] = ()
     mask: TokenMask | None = None
     status: RequestStatus = RequestStatus.WAITING
-    output_token_ids: list[int] = field(default_factory=list)
+    rows: Rows | None = None
     row: int = -1
     blocks: list[list[int]] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
@@ -53,10 +57,22 @@ class Request:
     num_scored: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
+    _output: list[int] = field(default_factory=list)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """All that the host has seen. The list is the request's own: it has later ones once this is read again."""
+        if self.rows is not None:
+            first = len(self.prompt_token_ids) + len(self._output)
+            self._output += self.rows.tokens[self.row, first : self.num_tokens].tolist()
+        return self._output
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
+        """Prompt and output, as far as the host has seen it."""
+        if self.rows is not None:
+            return int(self.rows.collected[self.row])
+        return len(self.prompt_token_ids) + len(self._output)
 
     @property
     def min_length(self) -> int:

@@ -5,14 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rapid_infer.engine.launch import Launch
 from rapid_infer.engine.request import Request, RequestStatus
+from rapid_infer.engine.rows import Rows
 from rapid_infer.engine.scheduler import Scheduler
-from rapid_infer.engine.step_plan import LogprobArrays, StepResult
+from rapid_infer.engine.step_plan import I32, LogprobArrays, StepResult
 from rapid_infer.outputs import FinishReason
 
 NON_FINITE = "the model gave non-finite logits (NaN or infinity) for this request"
+
+
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +41,8 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class StepOutputs:
-    """New tokens as parallel lists (a request at most once per step), and the requests that ended. Only `add` changes
-    the lists, which others may hold.
+    """New tokens as parallel lists, those of one request in order, and the requests that ended. The lists may be those
+    of a launch: nobody changes them.
 
     `logprobs` and `prompt_logprobs` hold only requests that asked for them; those of the prompt come in order, in
     pieces. `num_cached_tokens` holds the requests that have just started.
@@ -51,7 +56,6 @@ class StepOutputs:
     num_cached_tokens: dict[str, int] = field(default_factory=dict)
 
     def add(self, request_ids: list[str], token_ids: list[int]) -> None:
-        """The lists are kept as they are where there is nothing yet: a steady batch gives the same ids each time."""
         self.request_ids = self.request_ids + request_ids if self.request_ids else request_ids
         self.token_ids = self.token_ids + token_ids if self.token_ids else token_ids
 
@@ -62,35 +66,66 @@ class StepOutputs:
 
 
 def apply(scheduler: Scheduler, launch: Launch, result: StepResult, outputs: StepOutputs) -> None:
-    """Append the sampled tokens of `launch` and finish what they end. Late results of ended requests are dropped."""
+    """Append the new tokens of `launch` and finish what they end. Late results of ended requests are dropped."""
     _take_logprobs(launch, result, outputs)
     for request in launch.admitted:
         outputs.num_cached_tokens[request.request_id] = request.num_cached_tokens or 0
-    if (steady := scheduler.steady_batch(launch)) is not None:
-        taken = steady.take(result)
-        if taken is not None:
-            outputs.add(launch.sampled_ids, taken)
-            return
-        scheduler.end_steady()
-    rows, owners = launch.sampled_rows, scheduler.rows
-    requests, ids, tokens = launch.sampled_requests, launch.sampled_ids, result.token_ids
+    rows, requests, tokens, owners = launch.sampled_rows, launch.sampled_requests, result.token_ids, scheduler.rows
+    counts = kept = launch.most if result.counts is None else result.counts.astype(np.int64)
+    if result.failed.any():
+        kept = np.where(result.failed, 0, kept)
     live = owners.epoch[rows] == launch.epochs
-    if not (live.all() and not result.failed.any()):
-        _apply_others(scheduler, requests, result, live, outputs)
-        live &= ~result.failed
-        requests = [requests[i] for i in np.flatnonzero(live)]
-        ids = [request.request_id for request in requests]
-        rows, tokens = rows[live], tokens[live]
-    owners.collected[rows] += 1
-    stopped = (owners.stop[rows] == tokens[:, None]).any(axis=1)
-    ended = stopped | (owners.collected[rows] >= owners.limit[rows])
-    values = tokens.tolist()
-    for request, token in zip(requests, values):
-        request.output_token_ids.append(token)
-    outputs.add(ids, values)
+    before = owners.collected[rows]
+    if not live.all():
+        # Preempted, or ended, while the step was in flight.
+        kept = kept.copy()
+        for i in np.flatnonzero(~live):
+            request = requests[i]
+            request.in_flight -= int(launch.most[i])
+            before[i] = request.num_tokens
+            if request.status is RequestStatus.FINISHED:
+                kept[i] = 0
+    ended = result.failed
+    if launch.stop_ids is not None:
+        stops = (launch.stop_ids[:, None] == tokens[:, :, None]).any(axis=2)
+        stops &= np.arange(tokens.shape[1]) < kept[:, None]
+        stopped = stops.any(axis=1)
+        if stopped.any():
+            kept = np.where(stopped, stops.argmax(axis=1) + 1, kept)
+            ended = ended | stopped
+    else:
+        stopped = None
+    ended = ended | (before + kept >= launch.limits)
+    _append(owners, launch, tokens, kept, live, outputs)
+    if result.counts is not None:
+        owners.take_back(rows[live], (launch.most - counts)[live])
     for i in np.flatnonzero(ended):
-        scheduler.finish(requests[i], FinishReason.STOP if stopped[i] else FinishReason.LENGTH)
-        outputs.end(requests[i])
+        request = requests[i]
+        if request.status is RequestStatus.FINISHED:
+            continue
+        if result.failed[i]:
+            scheduler.finish(request, FinishReason.ERROR, NON_FINITE)
+        else:
+            by_stop = stopped is not None and stopped[i]
+            scheduler.finish(request, FinishReason.STOP if by_stop else FinishReason.LENGTH)
+        outputs.end(request)
+
+
+def _append(
+    owners: Rows, launch: Launch, tokens: I32, kept: Ints, live: NDArray[np.bool_], outputs: StepOutputs
+) -> None:
+    """Give each request its first `kept` of `tokens`, to its row where that is still its own."""
+    if live.all():
+        owners.append(launch.sampled_rows, tokens, kept)
+    else:
+        owners.append(launch.sampled_rows[live], tokens[live], kept[live])
+        for i in np.flatnonzero(~live):
+            launch.sampled_requests[i].output_token_ids.extend(tokens[i, : kept[i]].tolist())
+    if tokens.shape[1] == 1 and kept.all():
+        outputs.add(launch.sampled_ids, tokens[:, 0].tolist())
+    else:
+        ids = [name for name, n in zip(launch.sampled_ids, kept.tolist()) for _ in range(n)]
+        outputs.add(ids, tokens[np.arange(tokens.shape[1]) < kept[:, None]].tolist())
 
 
 def _take_logprobs(launch: Launch, result: StepResult, outputs: StepOutputs) -> None:
@@ -112,26 +147,3 @@ def _take_logprobs(launch: Launch, result: StepResult, outputs: StepOutputs) -> 
 def _row(arrays: LogprobArrays, i: int, count: int) -> TokenLogprobs:
     ids, values = arrays.ids[i, : count + 1], arrays.values[i, : count + 1]
     return TokenLogprobs(ids.tolist(), values.tolist(), int(arrays.rank[i]))
-
-
-def _apply_others(
-    scheduler: Scheduler, requests: list[Request], result: StepResult, live: np.ndarray, outputs: StepOutputs
-) -> None:
-    """Rows with non-finite logits, and requests that were preempted or ended while the step was in flight."""
-    for i in np.flatnonzero(~live | result.failed):
-        request = requests[i]
-        if request.status is RequestStatus.FINISHED:
-            continue
-        if not live[i]:
-            request.in_flight -= 1
-        if result.failed[i]:
-            scheduler.finish(request, FinishReason.ERROR, NON_FINITE)
-            outputs.end(request)
-            continue
-        token = int(result.token_ids[i])
-        request.output_token_ids.append(token)
-        outputs.add([request.request_id], [token])
-        if token in request.stop_token_ids or request.num_tokens >= request.limit:
-            reason = FinishReason.STOP if token in request.stop_token_ids else FinishReason.LENGTH
-            scheduler.finish(request, reason)
-            outputs.end(request)

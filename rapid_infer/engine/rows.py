@@ -7,10 +7,13 @@ from __future__ import annotations
 import heapq
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rapid_infer.engine.request import Request
 from rapid_infer.engine.row_fields import SamplingFeatures, feature_bits
+from rapid_infer.engine.step_plan import I32
 
+Ints = NDArray[np.int64]
 NOT_SHARED = 1 << 60
 
 _FEW_STOPS = 8
@@ -20,9 +23,10 @@ _FEW_STOPS = 8
 class Rows:
     """Struct of arrays over `max_num_seqs` rows; only rows handed out by `take` have meaning.
 
-    known      tokens the sequence has, those still in flight included
+    known      tokens the sequence has, those still in flight included, as if every guess of the device were right
     collected  tokens the host has seen
-    computed   tokens whose forward has been planned; it catches up with `known`
+    tokens     `[rows, max_model_len]` those of them that came while the row was held, by their place in the sequence
+    computed   tokens whose forward has been planned, likewise; it catches up with `known`
     initial    tokens known when the row was taken: later ones are read from the device, not sent
     capacity   tokens that its blocks hold
     published  blocks whose content has been named (NOT_SHARED: never)
@@ -31,11 +35,14 @@ class Rows:
     stop       `[rows, most of any request]` ids that end the request, -1 where unused
     flags      what sampling must do for the row, see `feature_bits`
     logprobs, prompt_logprobs   how many alternatives to report; -1: none at all
+    drafts     whether the device may guess its next tokens
     gated      its next token's mask is made when the host has seen the last one
     """
 
-    def __init__(self, max_num_seqs: int) -> None:
+    def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
         n = max_num_seqs
+        # The system gives memory to the part alone that is written to.
+        self.tokens = np.empty((n, max_model_len), np.int32)
         (
             self.known,
             self.collected,
@@ -48,7 +55,7 @@ class Rows:
         ) = (np.zeros(n, np.int64) for _ in range(8))
         self.flags = np.zeros(n, np.int32)
         self.logprobs, self.prompt_logprobs = (np.full(n, -1, np.int32) for _ in range(2))
-        self.gated = np.zeros(n, bool)
+        self.gated, self.drafts = np.zeros(n, bool), np.zeros(n, bool)
         self.stop = np.full((n, 1), -1, np.int64)
         self.requests: list[Request | None] = [None] * n
         self._free = list(range(n))
@@ -71,10 +78,28 @@ class Rows:
         self.logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self.prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
         self.gated[row] = request.mask is not None and request.mask.changes
+        # Masks and log-probabilities are one to a step.
+        self.drafts[row] = not self.gated[row] and params.logprobs is None
         self._set_stop(row, request.stop_token_ids)
         self.requests[row] = request
-        request.row = row
+        request.rows, request.row = self, row
         return row
+
+    def append(self, rows: Ints, tokens: I32, kept: Ints) -> None:
+        """New tokens `[n, q]` of each of `rows`, the first `kept` of them."""
+        ends = self.collected[rows]
+        for i in range(tokens.shape[1]):
+            more = kept > i
+            if more.all():
+                self.tokens[rows, ends + i] = tokens[:, i]
+            else:
+                self.tokens[rows[more], ends[more] + i] = tokens[more, i]
+        self.collected[rows] = ends + kept
+
+    def take_back(self, rows: Ints, wrong: Ints) -> None:
+        """So many tokens of each of `rows` had been counted on, and are not."""
+        self.known[rows] -= wrong
+        self.computed[rows] -= wrong
 
     def owner(self, row: int) -> Request:
         """The request that holds `row`."""
@@ -86,6 +111,11 @@ class Rows:
         """What sampling must do for at least one of `rows`."""
         flags = int(np.bitwise_or.reduce(self.flags[rows], initial=0))
         return SamplingFeatures.of_bits(flags, int(self.logprobs[rows].max(initial=-1)))
+
+    def stop_ids(self, rows: Ints) -> Ints | None:
+        """`stop` of `rows`; None when none of them has any."""
+        ids = self.stop[rows]
+        return ids if (ids >= 0).any() else None
 
     def _set_stop(self, row: int, ids: tuple[int, ...]) -> None:
         if len(ids) > self.stop.shape[1]:
@@ -103,5 +133,6 @@ class Rows:
             used = max((len(other.stop_token_ids) for other in self.requests if other is not None), default=0)
             self.stop = self.stop[:, : max(used, _FEW_STOPS)].copy()
         self.epoch[row] += 1
-        request.row = -1
+        _ = request.output_token_ids
+        request.rows, request.row = None, -1
         heapq.heappush(self._free, row)

@@ -35,17 +35,25 @@ class SchedulerStats:
 
 @dataclass
 class Scheduler:
-    """FCFS. Owns requests, rows and blocks; knows nothing of devices, text or the model."""
+    """FCFS. Owns requests, rows and blocks; knows nothing of devices, text or the model.
+
+    `drafts`: how many tokens of a row the device guesses, and verifies, in a step beside the one it has chosen. Rows
+    are counted as if all were right, and lowered when results come; blocks are named for tokens that came alone.
+    """
 
     config: SchedulerConfig
     cache: CacheManager
+    max_model_len: int
+    drafts: int = 0
     rows: Rows = field(init=False)
     waiting: deque[Request] = field(default_factory=deque)
     stats: SchedulerStats = field(default_factory=SchedulerStats)
     last_step: int = 0
 
     def __post_init__(self) -> None:
-        self.rows = Rows(self.config.max_num_seqs)
+        self.rows = Rows(self.config.max_num_seqs, self.max_model_len)
+        if self.cache.max_rollback is not None:
+            self.drafts = min(self.drafts, self.cache.max_rollback)
         self._order: Ints = np.zeros(0, np.int64)
         self._steady: SteadyBatch | None = None
         self._hashed: Request | None = None
@@ -66,7 +74,7 @@ class Scheduler:
                 self.last_step += 1
                 self.stats.steps += 1
                 return launch
-        self.end_steady()
+        self._steady = None
         builder = PlanBuilder(self.cache.num_groups)
         if self.cache.has_checkpoints:
             self._name_states()
@@ -83,20 +91,12 @@ class Scheduler:
             order, grant = order[grant > 0], grant[grant > 0]
         return self._launch(order, grant, builder) if len(order) else None
 
-    def steady_batch(self, launch: Launch) -> SteadyBatch | None:
-        """The batch that planned `launch`, if it goes on."""
-        return self._steady if self._steady is not None and self._steady.planned(launch) else None
-
-    def end_steady(self) -> None:
-        """Bring rows and requests up to date; the next step is planned from them."""
-        if self._steady is not None:
-            self._steady.settle()
-            self._steady = None
-
     def _share_budget(self) -> tuple[Ints, Ints]:
         rows, order = self.rows, self._order
         need = np.minimum(rows.known[order], rows.limit[order] - 1) - rows.computed[order]
         budget = self.config.max_num_batched_tokens
+        if self.drafts:
+            need = need + self._guesses(order, need, budget)
         if self.cache.has_checkpoints:
             for i in np.flatnonzero(need > 1):
                 need[i] = self._end_of_step(rows.owner(order[i]), int(rows.computed[order[i]]), int(need[i]))
@@ -106,6 +106,16 @@ class Scheduler:
         if self.config.enable_chunked_prefill:
             return order, np.minimum(need, np.maximum(budget - before, 0))
         return order, np.where(before + need <= budget, need, 0)
+
+    def _guesses(self, order: Ints, need: Ints, budget: int) -> Ints:
+        """How many tokens of each row the device may guess: where all it knows is computed but the last one, which the
+        device has chosen itself. None for anybody where all together are too many.
+        """
+        rows = self.rows
+        able = (need == 1) & rows.drafts[order] & (rows.computed[order] >= rows.initial[order])
+        most = np.minimum(self.drafts, rows.limit[order] - 1 - rows.known[order])
+        guesses = np.where(able, most, 0)
+        return guesses if need.sum() + guesses.sum() <= budget else np.zeros_like(guesses)
 
     def _end_of_step(self, request: Request, computed: int, grant: int) -> int:
         """The part of `grant` that ends where the cache wants a step to end."""
@@ -264,12 +274,14 @@ class Scheduler:
         start = rows.computed[order]
         stop = start + grant
         rows.computed[order] = stop
-        samples = stop == rows.known[order]
+        guesses = np.maximum(stop - rows.known[order], 0) if self.drafts else np.zeros_like(stop)
+        samples = stop >= rows.known[order]
         sampled_rows = order if samples.all() else order[samples]
-        rows.known[sampled_rows] += 1
-        plan = builder.build(self.last_step, rows, order, start, grant, np.flatnonzero(samples))
-        if SteadyBatch.fits(plan, rows, self.cache, self._order):
-            self._steady = SteadyBatch(rows, self.cache, order, self.last_step)
+        most = guesses[samples] + 1
+        rows.known[sampled_rows] += most
+        plan = builder.build(self.last_step, rows, order, start, grant, np.flatnonzero(samples), guesses)
+        if SteadyBatch.fits(plan, rows, self.cache, self._order) and not self.drafts:
+            self._steady = SteadyBatch(rows, self.cache, order, self._trim if self.cache.trims else None)
         requests = [rows.owner(row) for row in order.tolist()]
         sampled = requests if samples.all() else [requests[i] for i in plan.sampled.tolist()]
         return Launch(
@@ -279,6 +291,9 @@ class Scheduler:
             [request.request_id for request in sampled],
             sampled_rows,
             rows.epoch[sampled_rows],
+            most,
+            rows.limit[sampled_rows],
+            rows.stop_ids(sampled_rows),
             builder.scored,
             builder.admitted,
             builder.failed,
@@ -305,7 +320,7 @@ class Scheduler:
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """End a request that has not ended. Its blocks stay reusable unless it ended in an error."""
         assert request.status is not RequestStatus.FINISHED, f"{request.request_id} ended twice"
-        self.end_steady()
+        self._steady = None
         if reason is FinishReason.ERROR:
             self.cache.unpublish(request.blocks)
         if request.status is RequestStatus.RUNNING:

@@ -1,9 +1,11 @@
 """Planning while the same rows decode: what stays the same from step to step is computed once.
 
-`Scheduler.schedule` and `results.apply` do the same without it, only slower; a test holds the two together.
+`Scheduler.schedule` does the same without it, only slower; a test holds the two together.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,12 +13,10 @@ from numpy.typing import NDArray
 from rapid_infer.cache.manager import CacheManager
 from rapid_infer.engine.launch import Launch
 from rapid_infer.engine.rows import Rows
-from rapid_infer.engine.step_plan import NewBlocks, StepPlan, StepResult
+from rapid_infer.engine.step_plan import NewBlocks, StepPlan
 
 Ints = NDArray[np.int64]
 _NONE = np.zeros(0, np.int32)
-_LOGGED = 1024
-"""Steps whose tokens are kept in one array before the requests get them."""
 
 
 class _Turns:
@@ -40,41 +40,32 @@ class _Turns:
 class SteadyBatch:
     """Rows that have all just run one token and sampled one. Lives until the scheduler plans a step without it.
 
-    Counts in `Rows`, and the requests' tokens, stand still meanwhile: `settle` brings them up to date. Arrays stand in
-    batch order, and hold what was so when the batch began; since then `_planned` steps have been planned, and the
-    results of `_taken` of them are here. A row's known tokens are its computed ones and the one just sampled.
+    Holds arrays in batch order that steps share, and when each row needs a block; what changes is in `Rows`.
     """
 
-    def __init__(self, rows: Rows, cache: CacheManager, order: Ints, step: int) -> None:
-        self._rows, self._cache, self._order, self._since = rows, cache, order, step
-        self._planned = self._taken = 0
+    def __init__(self, rows: Rows, cache: CacheManager, order: Ints, trim: Callable[[int], None] | None) -> None:
+        """`trim` gives back what a row no longer sees, where rows may."""
+        self._rows, self._cache, self._order, self._trim = rows, cache, order, trim
+        self._planned = 0
         self._batch_rows = order.astype(np.int32)
-        self._ones = np.ones(len(order), np.int32)
+        self._ones, self._most = np.ones(len(order), np.int32), np.ones(len(order), np.int64)
         self._all = np.arange(len(order), dtype=np.int32)
         self._features = rows.features(order)
         self._requests = [rows.owner(row) for row in order.tolist()]
         self._ids = [request.request_id for request in self._requests]
-        self._epochs = rows.epoch[order]
-        self._computed = rows.computed[order]
-        self._known = rows.known[order]
-        self._longest = int(self._computed.max())
-        self._last_step = int((rows.limit[order] - self._known).min())
-        stop = rows.stop[order]
-        self._stop = stop if (stop >= 0).any() else None
+        self._epochs, self._limits, self._stop_ids = rows.epoch[order], rows.limit[order], rows.stop_ids(order)
+        computed = rows.computed[order]
+        self._longest = int(computed.max())
+        self._last_step = int((self._limits - rows.known[order]).min())
         everyone = np.arange(len(order))
-        self._needs_block = _Turns(everyone, rows.capacity[order] - self._computed + 1, cache.block_size)
+        self._needs_block = _Turns(everyone, rows.capacity[order] - computed + 1, cache.block_size)
         self._no_blocks = tuple(NewBlocks(_NONE, _NONE, _NONE) for _ in range(cache.num_groups))
-        self._log = np.empty((_LOGGED, len(order)), np.int32)
-        self._logged = 0
 
     @staticmethod
     def fits(plan: StepPlan, rows: Rows, cache: CacheManager, order: Ints) -> bool:
         """Whether the rows of this plan, all of `order`, will go on as one."""
         one_each = plan.max_query_len == 1 and len(plan.sampled) == len(plan.rows) == len(order)
-        return one_each and not rows.gated[order].any() and not cache.trims and not cache.has_checkpoints
-
-    def planned(self, launch: Launch) -> bool:
-        return launch.plan.step > self._since
+        return one_each and not rows.gated[order].any() and not cache.has_checkpoints
 
     def next(self, step: int) -> Launch | None:
         """The next step, or None, with nothing changed, when it is not like the last: the scheduler must plan it."""
@@ -86,6 +77,8 @@ class SteadyBatch:
             return None
         new_blocks = self._extend(short, step) if len(short) else self._no_blocks
         self._planned += 1
+        self._rows.computed[self._order] += 1
+        self._rows.known[self._order] += 1
         plan = StepPlan(
             step=step,
             rows=self._batch_rows,
@@ -100,45 +93,30 @@ class SteadyBatch:
             num_tokens=len(self._order),
             max_context_len=0,
         )
-        return Launch(plan, self._requests, self._requests, self._ids, self._order, self._epochs)
-
-    def take(self, result: StepResult) -> list[int] | None:
-        """The tokens of a planned step's result; None, with nothing changed, when some row ends with it."""
-        tokens = result.token_ids
-        stopped = self._stop is not None and (self._stop == tokens[:, None]).any()
-        if stopped or self._taken + 1 >= self._last_step or result.failed.any():
-            return None
-        self._log[self._logged] = tokens
-        self._logged += 1
-        self._taken += 1
-        if self._logged == _LOGGED:
-            self._hand_over()
-        return tokens.tolist()
-
-    def settle(self) -> None:
-        """Bring rows and requests up to date."""
-        rows, order = self._rows, self._order
-        rows.computed[order] = self._computed + self._planned
-        rows.known[order] = self._known + self._planned
-        if self._taken:
-            rows.collected[order] = self._known + self._taken
-        self._hand_over()
-
-    def _hand_over(self) -> None:
-        for request, tokens in zip(self._requests, self._log[: self._logged].T.tolist()):
-            request.output_token_ids += tokens
-        self._logged = 0
+        return Launch(
+            plan,
+            self._requests,
+            self._requests,
+            self._ids,
+            self._order,
+            self._epochs,
+            self._most,
+            self._limits,
+            self._stop_ids,
+        )
 
     def _extend(self, short: Ints, step: int) -> tuple[NewBlocks, ...]:
         """One block of every group for each of these rows."""
-        batch_rows = self._batch_rows[short]
-        columns = ((self._computed[short] + self._planned) // self._cache.block_size).astype(np.int32)
+        batch_rows, size = self._batch_rows[short], self._cache.block_size
+        columns = (self._rows.computed[self._order[short]] // size).astype(np.int32)
         owners = [self._requests[i] for i in short.tolist()]
         for request, column in zip(owners, columns.tolist()):
-            self._cache.grow(request.blocks, (column + 1) * self._cache.block_size, step)
+            if self._trim is not None:
+                self._trim(request.row)
+            self._cache.grow(request.blocks, (column + 1) * size, step)
         added = []
         for group in range(self._cache.num_groups):
             blocks = [request.blocks[group][-1] for request in owners]
             added.append(NewBlocks(batch_rows, columns, np.array(blocks, np.int32)))
-        self._rows.capacity[self._order[short]] += self._cache.block_size
+        self._rows.capacity[self._order[short]] += size
         return tuple(added)

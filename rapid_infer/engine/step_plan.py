@@ -90,6 +90,7 @@ class StepPlan:
     query_lens  [R]    tokens of each
     tokens      [T]    ids the host knows, -1 where the device's last token of that row is meant; empty: all are
     sampled     [S]    indices into `rows` of those that get a new token
+    drafts      [R]    how many of a row's tokens, the last ones, are guesses that the device makes itself; None: none
     max_seq_len        upper bound of every row's length after this step
     max_context_len    upper bound of what rows with several tokens had before it; None: not known
     """
@@ -109,6 +110,7 @@ class StepPlan:
     prompt_scores: PromptScores | None = None
     masks: RowMasks | None = None
     max_context_len: int | None = None
+    drafts: I32 | None = None
 
     @property
     def is_decode(self) -> bool:
@@ -135,9 +137,15 @@ class LogprobArrays:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What came back, in the order of `StepPlan.sampled`: the tokens, and which rows had non-finite logits."""
+    """What came back, in the order of `StepPlan.sampled`.
+
+    token_ids [S, q]  new tokens of each row: those that follow its guesses, as far as these were right, and one more
+    failed    [S]     which rows had non-finite logits
+    counts    [S]     how many of a row's q are new tokens, at least one and at most one more than guesses; None: one
+    """
 
     token_ids: I32
     failed: NDArray[np.bool_]
     logprobs: LogprobArrays | None = None
     prompt_logprobs: LogprobArrays | None = None
+    counts: I32 | None = None

@@ -135,8 +135,8 @@ class OutputProcessor:
 
     def process(self, step: StepOutputs) -> tuple[list[RequestOutput], list[str]]:
         """Outputs of the requests that have something new, and the engine's ids that a stop string has ended."""
-        # The same list as the step before, of a batch that just goes on, and nobody reads along.
-        if step.request_ids is self._unwatched and not (
+        # A batch that just goes on, and nobody reads along.
+        if step.request_ids == self._unwatched and not (
             step.finished or step.logprobs or step.prompt_logprobs or step.num_cached_tokens
         ):
             self._log.append(step.token_ids)

@@ -211,7 +211,8 @@ class ModelRunner:
             handle.done.synchronize()
         count = len(handle.plan.sampled)
         tokens, failed = self.mailbox.read(handle.slot, count)
-        return StepResult(tokens, failed, _to_arrays(handle.logprobs, count), _to_arrays(handle.prompt_logprobs))
+        logprobs, prompt_logprobs = _to_arrays(handle.logprobs, count), _to_arrays(handle.prompt_logprobs)
+        return StepResult(tokens[:, None], failed, logprobs, prompt_logprobs)
 
 
 def make_mailbox(table: RequestTable, max_tokens: int, block_size: int, slots: int) -> Mailbox:

@@ -81,6 +81,10 @@ def undisturbed(request: Request) -> list[int]:
     return tokens[len(request.prompt_token_ids) :]
 
 
+def _guesses(plan: StepPlan) -> np.ndarray:
+    return np.zeros(len(plan.rows), np.int64) if plan.drafts is None else plan.drafts.astype(np.int64)
+
+
 @dataclass(eq=False)
 class Launched:
     """A step on its way. `true_tokens`: per row, what the host knew of its owner at launch."""
@@ -116,10 +120,11 @@ class FakeExecutor:
         budget: int,
         groups: Sequence[CacheGroup] = (CacheGroup(SPEC, 1),),
         failures: Failures | None = None,
+        drafts: int = 0,
     ) -> None:
         pools = shared_pools(groups)
         counts = [num_blocks] * len(pools) if isinstance(num_blocks, int) else num_blocks
-        self.info = ModelInfo("Fake", VOCAB, max_model_len, groups, counts, block_size, "float32")
+        self.info = ModelInfo("Fake", VOCAB, max_model_len, groups, counts, block_size, "float32", drafts)
         self.budget = budget
         self.failures = failures or Failures()
         self.owner_of: Callable[[int], Request | None] = lambda row: None
@@ -135,7 +140,8 @@ class FakeExecutor:
         columns = -(-max_model_len // block_size)
         # What the host has said, as of the last launch; the device's copy lags behind it.
         self._named = [np.zeros((max_num_seqs, columns), np.int64) for _ in groups]
-        self._planned = np.zeros(max_num_seqs, np.int64)
+        # With guesses in flight, a row is between these two.
+        self._planned, self._least = (np.zeros(max_num_seqs, np.int64) for _ in range(2))
         self._table = [table.copy() for table in self._named]
         self._length = np.zeros(max_num_seqs, np.int64)
         self._last = np.zeros(max_num_seqs, np.int64)
@@ -200,6 +206,8 @@ class FakeExecutor:
         self._check_plan(plan)
         self._apply(plan, self._named, self._planned)
         if plan.new_rows is not None:
+            self._least[plan.new_rows.rows] = plan.new_rows.computed
+        if plan.new_rows is not None:
             self._generation[plan.new_rows.rows] += 1
         owners = [(int(row), int(self._generation[row])) for row in plan.rows]
         requests = [self.owner_of(int(row)) for row in plan.rows]
@@ -207,6 +215,7 @@ class FakeExecutor:
         step = Launched(plan, known, owners)
         self._check_blocks(step)
         self._planned[plan.rows] += plan.query_lens
+        self._least[plan.rows] += plan.query_lens - _guesses(plan)
         self.plans.append(plan)
         if self.failures.launch(plan.step):
             step.broken = True
@@ -230,6 +239,12 @@ class FakeExecutor:
         if failing:
             raise RuntimeError(f"collect of step {handle.plan.step}")
         assert result is not None
+        for i, count in zip(handle.plan.sampled, result.counts):
+            row, generation = handle.owners[i]
+            if self._generation[row] == generation:
+                guesses = int(_guesses(handle.plan)[i])
+                self._planned[row] -= guesses + 1 - count if guesses else 0
+                self._least[row] += count - 1
         return result
 
     def _check_plan(self, plan: StepPlan) -> None:
@@ -237,6 +252,10 @@ class FakeExecutor:
         rows, lens = plan.rows, plan.query_lens
         assert len(rows) == len(lens) == len(set(rows.tolist())) > 0
         assert lens.min() >= 1
+        guesses = _guesses(plan)
+        assert 0 <= guesses.min() <= guesses.max() <= self.info.num_drafts
+        assert np.all(guesses < lens)
+        assert set(np.flatnonzero(guesses)) <= set(plan.sampled.tolist())
         assert lens.sum() == plan.num_tokens <= self.budget
         assert lens.max() == plan.max_query_len
         assert not np.any((lens[1:] == 1) & (lens[:-1] > 1)), "a single-token row stands behind a longer one"
@@ -251,7 +270,7 @@ class FakeExecutor:
         writes: dict[int, Owner] = {}
         in_flight = self._in_flight
         for i, row in enumerate(plan.rows):
-            start, stop = int(self._planned[row]), int(self._planned[row] + plan.query_lens[i])
+            start, stop = int(self._least[row]), int(self._planned[row] + plan.query_lens[i])
             assert stop <= self.info.max_model_len
             assert stop <= plan.max_seq_len
             assert plan.query_lens[i] == 1 or plan.max_context_len is None or start <= plan.max_context_len
@@ -321,23 +340,52 @@ class FakeExecutor:
         before = {row: int(self._length[row]) for row in plan.rows.tolist()}
         for row, first, count in zip(plan.rows, starts, plan.query_lens):
             self._write(plan, int(row), int(first), int(count), broken)
-        tokens = np.zeros(len(plan.sampled), np.int32)
+        # What stands behind a row's count may look like tokens.
+        shape = len(plan.sampled), 1 + self.info.num_drafts
+        tokens = (np.arange(np.prod(shape), dtype=np.int32).reshape(shape) * 7 + plan.step) % VOCAB
+        counts = np.ones(len(plan.sampled), np.int32)
+        tokens[:, 0] = 0
         if not broken:
-            histories = [self._read(step, i, before[int(row)]) for i, row in enumerate(plan.rows)]
-            tokens[:] = [next_token(histories[i]) for i in plan.sampled]
+            for i, row in enumerate(plan.rows.tolist()):
+                self._check_read(step, i, before[row])
+            for n, i in enumerate(plan.sampled.tolist()):
+                found = self._verify(int(plan.rows[i]), int(_guesses(plan)[i]))
+                tokens[n, : len(found)], counts[n] = found, len(found)
         failed = self.failures.rows(plan)
-        tokens[failed] = 0
-        self._last[plan.rows[plan.sampled]] = tokens
-        return StepResult(tokens, failed)
+        tokens[failed], counts[failed] = 0, 1
+        self._last[plan.rows[plan.sampled]] = tokens[np.arange(len(tokens)), counts - 1]
+        return StepResult(tokens, failed, counts=counts)
+
+    def _guess(self, row: int, count: int) -> list[int]:
+        """What may follow the row's last token: mostly the truth."""
+        history = [*self._fed[row], int(self._last[row])]
+        for _ in range(count):
+            token = next_token(history)
+            history.append((token + (zlib.crc32(bytes(history[-2:])) % 3 == 0)) % VOCAB)
+        return history[len(history) - count :]
+
+    def _verify(self, row: int, guesses: int) -> list[int]:
+        """The tokens that follow what the row has computed, up to its first wrong guess, which is taken back."""
+        fed = self._fed[row]
+        certain = len(fed) - guesses
+        found = [next_token(fed[:certain])]
+        while certain < len(fed) and fed[certain] == found[-1]:
+            certain += 1
+            found.append(next_token(fed[:certain]))
+        del fed[certain:]
+        self._length[row] = certain
+        return found
 
     def _write(self, plan: StepPlan, row: int, first: int, count: int, broken: bool) -> None:
         start = int(self._length[row])
         if len(plan.tokens) and plan.tokens[first] >= 0:
             tokens = plan.tokens[first : first + count]
             assert tokens.min() >= 0
+            assert not _guesses(plan)[plan.rows.tolist().index(row)], "nothing to guess from is on the device yet"
         else:
-            assert count == 1, "only the last token of a row is on the device"
-            tokens = self._last[row : row + 1]
+            guesses = int(_guesses(plan)[plan.rows.tolist().index(row)])
+            assert count == 1 + guesses, "only the last token of a row, and what it makes of it, are on the device"
+            tokens = np.array([self._last[row], *self._guess(row, guesses)])
         assert len(self._fed[row]) == start
         self._fed[row] += tokens.tolist()
         position = np.arange(start, start + count)
@@ -361,8 +409,8 @@ class FakeExecutor:
         state_at[slot] = GARBAGE if broken else next_state(state, tokens)
         count_at[slot] = GARBAGE if broken else stop
 
-    def _read(self, step: Launched, i: int, start: int) -> np.ndarray:
-        """All tokens of a row, which every group must agree on as far as it sees."""
+    def _check_read(self, step: Launched, i: int, start: int) -> None:
+        """Every group shows the row's own tokens as far as it sees."""
         row, known = int(step.plan.rows[i]), step.true_tokens[i]
         stop = int(self._length[row])
         history = np.array(self._fed[row], np.int64)
@@ -379,4 +427,3 @@ class FakeExecutor:
             slots = table[row, position // self._size] * self._size + position % self._size
             assert np.array_equal(position_at[slots], position), f"row {row} reads positions {position_at[slots]}"
             assert np.array_equal(token_at[slots], history[position]), f"row {row} reads tokens that are not its own"
-        return history

@@ -67,6 +67,7 @@ class Harness:
         num_blocks: int | Sequence[int] = 64,
         groups: Sequence[CacheGroup] = (CacheGroup(SPEC, 1),),
         failures: Failures | None = None,
+        drafts: int = 0,
         **options: Any,
     ) -> None:
         config = engine_config(**options)
@@ -78,6 +79,7 @@ class Harness:
             budget=config.scheduler.max_num_batched_tokens,
             groups=groups,
             failures=failures,
+            drafts=drafts,
         )
         self.core = EngineCore(config, self.executor)
         self.executor.owner_of = lambda row: self.scheduler.rows.requests[row]
@@ -113,7 +115,8 @@ class Harness:
         outputs = self.core.step()
         if self.executor.violation is not None:
             raise self.executor.violation
-        assert len(set(outputs.request_ids)) == len(outputs.request_ids) == len(outputs.token_ids)
+        assert len(outputs.request_ids) == len(outputs.token_ids)
+        assert self.executor.info.num_drafts or len(set(outputs.request_ids)) == len(outputs.request_ids)
         for name, token in zip(outputs.request_ids, outputs.token_ids):
             assert name not in self.ends, f"{name} got a token after its end"
             self.tokens[name].append(token)

@@ -122,7 +122,10 @@ class CapturedExecutor(StubExecutor):
         return self.mailbox.send_decode(plan.rows, ROWS, plan.new_blocks)
 
     def collect(self, handle: Any) -> StepResult:
-        return StepResult(*self.mailbox.read(handle, ROWS)) if isinstance(handle, int) else super().collect(handle)
+        if not isinstance(handle, int):
+            return super().collect(handle)
+        tokens, failed = self.mailbox.read(handle, ROWS)
+        return StepResult(tokens[:, None], failed)
 
 
 def idle_engine(queue_depth: int, executor: type[StubExecutor] = StubExecutor) -> EngineCore:

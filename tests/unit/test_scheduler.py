@@ -1,7 +1,10 @@
 """What runs in which step. Claims are read off the StepPlans; the fake device checks each plan on its own besides."""
 
+from collections.abc import Sequence
+
+import numpy as np
 import pytest
-from fake_executor import SPEC, ToyKV, ToyState, undisturbed
+from fake_executor import SPEC, VOCAB, ToyKV, ToyState, undisturbed
 from harness import GREEDY, Harness
 
 from rapid_infer.cache import prefix
@@ -143,9 +146,14 @@ def test_equal_ids_with_other_images_share_only_what_stands_before_them() -> Non
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("block_size", [1, 4])
-def test_generated_tokens_are_shared_as_well(block_size: int, depth: int) -> None:
-    engine = Harness(block_size=block_size, queue_depth=depth)
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_generated_tokens_are_shared_as_well(drafts: int, block_size: int, depth: int) -> None:
+    engine = Harness(block_size=block_size, queue_depth=depth, drafts=drafts)
     first = engine.add("first", prompt(6), 11)
+    for n in range(5):
+        # Whoever is admitted finds named what is certain by then.
+        engine.step()
+        engine.add(f"other {n}", [n + 40], 1)
     engine.run()
     whole = first.tokens(0, first.num_tokens).tolist()
     second = engine.add("second", whole, 1)
@@ -401,6 +409,53 @@ def test_a_state_is_kept_at_the_end_of_a_prompt_and_of_every_nth_block() -> None
         engine.run()
         assert again.num_cached_tokens == hits
         assert engine.tokens[f"again {length}"] == undisturbed(again)
+
+
+def test_a_row_advances_by_the_guesses_that_were_right() -> None:
+    engine = Harness(drafts=2, max_num_batched_tokens=12)
+    requests = [engine.add(name, [n, 5, 8], 20) for n, name in enumerate("abcd")]
+    engine.step()
+    assert engine.last_plan.drafts is None, "a prompt's last token comes from the host"
+    counts = set()
+    for _ in range(4):
+        before = [request.num_tokens for request in requests]
+        engine.step()
+        assert engine.last_plan.query_lens.tolist() == [3] * 4
+        assert engine.last_plan.drafts.tolist() == [2] * 4
+        rows = engine.scheduler.rows
+        for request, n in zip(requests, before):
+            counts.add(request.num_tokens - n)
+            assert rows.known[request.row] == rows.collected[request.row] == request.num_tokens
+            assert rows.computed[request.row] == request.num_tokens - 1
+    assert counts == {1, 2, 3}
+    engine.run()
+    for request in requests:
+        assert engine.tokens[request.request_id] == undisturbed(request)
+
+
+def test_no_row_waits_for_the_guesses_of_another() -> None:
+    engine = Harness(drafts=2, max_num_batched_tokens=5)
+    for n in range(4):
+        engine.add(str(n), [n], 9)
+    for _ in range(3):
+        engine.step()
+    assert engine.lens() == {0: 1, 1: 1, 2: 1, 3: 1}
+    engine.run()
+
+
+class AnyToken:
+    changes = True
+
+    def bits(self, output_token_ids: Sequence[int]) -> np.ndarray:
+        return np.full(-(-VOCAB // 32), -1, np.int32)
+
+
+def test_masks_and_log_probabilities_take_one_token_a_step() -> None:
+    for options in ({}, {"mask": AnyToken()}, {"params": SamplingParams(temperature=0, logprobs=2)}):
+        engine = Harness(drafts=2)
+        engine.add("a", prompt(4), 9, **options)
+        engine.run()
+        assert any(plan.drafts is not None for plan in engine.plans) == (not options)
 
 
 def test_reset_prefix_cache_makes_the_next_request_compute_everything() -> None:

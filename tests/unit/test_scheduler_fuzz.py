@@ -94,10 +94,10 @@ def random_prompt(rng: random.Random, longest: int, prefixes: list[list[int]]) -
     return (start + tail)[:longest]
 
 
-def run_episode(seed: int, kinds: Sequence[str] = ("full", "two pools")) -> Harness:
+def run_episode(seed: int, kinds: Sequence[str] = ("full", "two pools"), drafts: int = 0) -> Harness:
     rng = random.Random(seed)
     options = random_options(rng, kinds)
-    engine = Harness(failures=random_failures(rng), **options)
+    engine = Harness(failures=random_failures(rng), drafts=drafts, **options)
     length, sharing = options["max_model_len"], rng.random() < 0.8
     prefixes = [[rng.randrange(VOCAB) for _ in range(length)] for _ in range(rng.randint(1, 2))]
     to_add, abort_rate = rng.randint(1, 20), rng.choice([0.0, 0.1, 0.4])
@@ -145,19 +145,23 @@ def check_tokens(engine: Harness, seed: int) -> None:
             assert request.block_hashes == chain[: len(request.block_hashes)], f"seed {seed}: request {name}"
 
 
+@pytest.mark.parametrize("drafts", [0, 2])
 @pytest.mark.parametrize("kind", GROUPS)
-def test_random_episodes(kind: str) -> None:
+def test_random_episodes(kind: str, drafts: int) -> None:
     seen = dict.fromkeys(["stop", "length", "abort", "error"], 0)
-    preemptions = hits = 0
+    preemptions = hits = guesses = 0
     first = 1000 * list(GROUPS).index(kind)
-    for seed in range(first, first + 250):
-        engine = run_episode(seed, [kind])
+    for seed in range(first, first + 150):
+        engine = run_episode(seed, [kind], drafts)
         check_tokens(engine, seed)
         preemptions += engine.scheduler.stats.preemptions
         hits += engine.cache.hit_tokens
+        guesses += sum(int(plan.drafts.sum()) for plan in engine.plans if plan.drafts is not None)
         for finished in engine.ends.values():
             seen[finished.reason.value] += 1
     # An episode in which nothing happens proves nothing.
     assert min(seen.values()) >= 20, seen
-    assert preemptions >= 20
+    assert preemptions >= 10
     assert hits >= 100
+    # States cannot be taken back.
+    assert (guesses > 200) == (drafts > 0 and "state" not in kind)

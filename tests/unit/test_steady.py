@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from fake_executor import undisturbed
 from harness import Harness
-from test_scheduler_fuzz import run_episode
+from test_scheduler_fuzz import GROUPS, run_episode
 
-from rapid_infer.engine import steady
 from rapid_infer.engine.steady import SteadyBatch
 from rapid_infer.engine.step_plan import StepPlan
 
@@ -24,7 +23,7 @@ def plain(value: Any) -> Any:
 
 
 def plans(seed: int) -> list[StepPlan]:
-    return run_episode(seed).plans
+    return run_episode(seed, list(GROUPS)).plans
 
 
 @pytest.mark.parametrize("seed", range(120))
@@ -47,22 +46,23 @@ def test_the_short_cut_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         return launch
 
     monkeypatch.setattr(SteadyBatch, "next", counted)
-    steps = sum(len(plans(seed)) for seed in range(40))
+    steps = sum(len(run_episode(seed).plans) for seed in range(40))
     assert sum(taken) > steps / 8
     assert not all(taken)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_tokens_of_more_steps_than_the_log_holds_reach_their_requests(
-    depth: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(steady, "_LOGGED", 8)
+def test_rows_and_tokens_are_right_after_every_step(depth: int) -> None:
     engine = Harness(queue_depth=depth)
     requests = [engine.add(name, [i, 7, 9], 30) for i, name in enumerate("ab")]
-    for _ in range(29):
+    for n in range(28):
         engine.step()
+        rows = engine.scheduler.rows
+        for request in requests:
+            assert request.output_token_ids == engine.tokens[request.request_id]
+            assert len(request.output_token_ids) == n + 1 - (depth - 1)
+            assert rows.collected[request.row] == request.num_tokens
+            assert rows.known[request.row] == rows.computed[request.row] + 1 == request.num_tokens + depth - 1
     assert engine.scheduler._steady is not None
-    assert all(len(request.output_token_ids) >= 20 for request in requests), "more than the log holds is held back"
     engine.run()
-    for request in requests:
-        assert request.output_token_ids == engine.tokens[request.request_id] == undisturbed(request)
+    assert all(request.output_token_ids == undisturbed(request) for request in requests)

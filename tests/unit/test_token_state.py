@@ -38,7 +38,7 @@ class Device:
     def __init__(self, vocab: int = VOCAB) -> None:
         cpu = torch.device("cpu")
         self.table = RequestTable(cpu, ROWS, 1, 4, vocab)
-        self.rows = Rows(ROWS)
+        self.rows = Rows(ROWS, 64)
         self._staging = Staging(cpu, slots=2)
 
     def start(self, *requests: Request) -> StepPlan:
@@ -48,7 +48,8 @@ class Device:
         for row, request in zip(taken.tolist(), requests):
             builder.add_row(row, 0, request)
         lengths = np.array([request.num_tokens for request in requests], np.int64)
-        plan = builder.build(1, self.rows, taken, np.zeros_like(lengths), lengths, np.arange(len(taken)))
+        none = np.zeros_like(lengths)
+        plan = builder.build(1, self.rows, taken, none, lengths, np.arange(len(taken)), none)
         self.table.apply(plan, iter(self._staging.put(RequestTable.delta(plan))))
         return plan
 
@@ -65,7 +66,8 @@ def request(
     output: Sequence[int] = (), stop: tuple[int, ...] = (), prompt: Sequence[int] = PROMPT, **params: Any
 ) -> Request:
     settings = SamplingParams(**{"temperature": 0, "max_tokens": None, **params})
-    made = Request("r", np.array(prompt, np.int32), settings, stop, 60, output_token_ids=list(output))
+    made = Request("r", np.array(prompt, np.int32), settings, stop, 60)
+    made.output_token_ids.extend(output)
     if settings.allowed_token_ids is not None:
         made.mask = AllowedTokens(settings.allowed_token_ids, VOCAB)
     return made
