@@ -101,7 +101,7 @@ class BlockPool:
         """The block with this content. KeyError when there is none."""
         return self._by_hash[digest]
 
-    def publish(self, block: int, digest: bytes) -> bool:
+    def cache_block(self, block: int, digest: bytes) -> bool:
         """Say what a held block contains. False, and no change, when another block already has this content."""
         if digest in self._by_hash or self._hashes[block] is not None:
             return False
@@ -109,8 +109,8 @@ class BlockPool:
         self._hashes[block] = digest
         return True
 
-    def unpublish(self, blocks: Iterable[int]) -> None:
-        """The content is not what was published (its step failed): nobody may hit these blocks any more."""
+    def uncache_blocks(self, blocks: Iterable[int]) -> None:
+        """The content is not what was cached (its step failed): nobody may hit these blocks any more."""
         for block in blocks:
             if self._hashes[block] is not None:
                 if self._counts[block] == 0:
@@ -118,10 +118,10 @@ class BlockPool:
                     self._free_plain[block] = None
                 self._forget(block)
 
-    def unpublish_deferred(self) -> None:
-        """A step in flight failed: blocks whose holder left meanwhile may lack what was published."""
+    def uncache_deferred(self) -> None:
+        """A step in flight failed: blocks whose holder left meanwhile may lack what was cached."""
         for _, blocks in self._deferred:
-            self.unpublish(blocks)
+            self.uncache_blocks(blocks)
 
     def _forget(self, block: int) -> None:
         digest = self._hashes[block]
@@ -131,7 +131,7 @@ class BlockPool:
 
     def reset_cache(self) -> None:
         """Forget all contents; held blocks stay held."""
-        self.unpublish(list(self._by_hash.values()))
+        self.uncache_blocks(list(self._by_hash.values()))
 
     def check(self, held: Iterable[int]) -> None:
         """Integrity: `held` lists each block once per holder.

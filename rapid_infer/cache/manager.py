@@ -140,25 +140,25 @@ class CacheManager:
         """
         for group, mine in zip(self._groups, blocks):
             if group.policy.keeps(computed, prompt):
-                group.pool.publish(mine[-1], group.name(digest))
+                group.pool.cache_block(mine[-1], group.name(digest))
 
-    def publish(self, blocks: Blocks, start: int, hashes: Sequence[bytes]) -> None:
+    def cache_blocks(self, blocks: Blocks, start: int, hashes: Sequence[bytes]) -> None:
         """Name the contents of blocks `start..`, where they are what the block's own tokens left."""
         for group, mine in zip(self._groups, blocks):
             if not group.policy.checkpoints:
                 for i, digest in enumerate(hashes, start):
                     if mine[i]:
-                        group.pool.publish(mine[i], group.name(digest))
+                        group.pool.cache_block(mine[i], group.name(digest))
 
-    def unpublish(self, blocks: Blocks) -> None:
+    def uncache_blocks(self, blocks: Blocks) -> None:
         """Nobody may hit these blocks any more: the step that filled them failed."""
         for group, mine in zip(self._groups, blocks):
-            group.pool.unpublish(mine)
+            group.pool.uncache_blocks(mine)
 
-    def unpublish_deferred(self) -> None:
+    def uncache_deferred(self) -> None:
         """The same for the blocks of requests that left while the step was in flight."""
         for pool in self.pools:
-            pool.unpublish_deferred()
+            pool.uncache_deferred()
 
     def release(self, blocks: Blocks) -> None:
         for group, mine in zip(self._groups, blocks):

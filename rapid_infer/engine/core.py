@@ -12,11 +12,11 @@ from rapid_infer.cache.manager import CacheManager
 from rapid_infer.config import EngineConfig
 from rapid_infer.engine import results
 from rapid_infer.engine.executor import Executor
-from rapid_infer.engine.launch import Launch
 from rapid_infer.engine.masks import AllowedTokens
 from rapid_infer.engine.plan_builder import make_masks
 from rapid_infer.engine.request import Request, RequestStatus, validate_prompt
 from rapid_infer.engine.results import StepOutputs
+from rapid_infer.engine.scheduled_step import ScheduledStep
 from rapid_infer.engine.scheduler import Scheduler
 from rapid_infer.errors import EngineDeadError, RequestError
 from rapid_infer.exclusive import CLOSED
@@ -51,7 +51,7 @@ class EngineCore:
         info, longest = self.info, self._config.max_num_batched_tokens
         self.cache = CacheManager(info.groups, info.num_blocks, info.block_size, longest)
         self.scheduler = Scheduler(self._config, self.cache, info.max_model_len, info.num_drafts, last_step=last_step)
-        self._in_flight: deque[tuple[Launch, Any]] = deque()
+        self._in_flight: deque[tuple[ScheduledStep, Any]] = deque()
         # Set while a call changes things: found set by the next call, it says that this one was cut short.
         self._changing = False
 
@@ -94,13 +94,13 @@ class EngineCore:
         self._changing = True
         outputs = self._outputs
         with span("engine.schedule"):
-            launch = self.scheduler.schedule()
-        if launch is not None:
-            self._launch(launch, outputs)
-            self._end(launch.failed, outputs)
+            step = self.scheduler.schedule()
+        if step is not None:
+            self._launch(step, outputs)
+            self._end(step.failed, outputs)
         elif not self._in_flight and (self.scheduler.waiting or self.scheduler.running):
             self._die(f"requests wait and none can run: {self._state()}")
-        if self._in_flight and (launch is None or len(self._in_flight) >= self.queue_depth):
+        if self._in_flight and (step is None or len(self._in_flight) >= self.queue_depth):
             self._collect(outputs)
         if not self._in_flight:
             self.cache.collected(self.scheduler.last_step)
@@ -112,31 +112,31 @@ class EngineCore:
         self._outputs, self._changing = StepOutputs(), False
         return outputs
 
-    def _launch(self, launch: Launch, outputs: StepOutputs) -> None:
-        begin = self.executor.launch_forward if launch.gated else self.executor.launch
+    def _launch(self, step: ScheduledStep, outputs: StepOutputs) -> None:
+        begin = self.executor.launch_forward if step.gated else self.executor.launch
         try:
-            with span("engine.launch"):
-                handle = begin(launch.plan)
+            with span("engine.scheduled_step"):
+                handle = begin(step.plan)
         except Exception as error:
-            self._fail([launch], error, outputs)
+            self._fail([step], error, outputs)
             return
-        self._in_flight.append((launch, handle))
-        if launch.gated:
-            self._finish_gated(launch, handle, outputs)
+        self._in_flight.append((step, handle))
+        if step.gated:
+            self._finish_gated(step, handle, outputs)
 
-    def _finish_gated(self, launch: Launch, handle: Any, outputs: StepOutputs) -> None:
+    def _finish_gated(self, step: ScheduledStep, handle: Any, outputs: StepOutputs) -> None:
         """While the device is at the forward, read the tokens that the masks follow, and make these."""
         while len(self._in_flight) > 1:
             self._collect(outputs)
         if not self._in_flight:
             return
-        running = [(row, request) for row, request in launch.gated if request.status is RequestStatus.RUNNING]
+        running = [(row, request) for row, request in step.gated if request.status is RequestStatus.RUNNING]
         masks, failed = make_masks(running, self.info.vocab_size)
         try:
             self.executor.launch_finish(handle, masks)
         except Exception as error:
             self._in_flight.clear()
-            self._fail([launch], error, outputs)
+            self._fail([step], error, outputs)
         self._end(failed, outputs)
 
     def _end(self, failed: list[tuple[Request, str]], outputs: StepOutputs) -> None:
@@ -146,27 +146,27 @@ class EngineCore:
                 outputs.end(request)
 
     def _collect(self, outputs: StepOutputs) -> None:
-        launch, handle = self._in_flight.popleft()
+        step, handle = self._in_flight.popleft()
         try:
             with span("engine.collect"):
                 result = self.executor.collect(handle)
         except Exception as error:
-            later = [launch for launch, _ in self._in_flight]
+            later = [step for step, _ in self._in_flight]
             self._in_flight.clear()
-            self._fail([launch, *later], error, outputs)
+            self._fail([step, *later], error, outputs)
             return
         with span("engine.apply"):
-            results.apply(self.scheduler, launch, result, outputs)
-        self.cache.collected(launch.plan.step)
+            results.apply_result(self.scheduler, step, result, outputs)
+        self.cache.collected(step.plan.step)
 
-    def _fail(self, launches: list[Launch], error: BaseException, outputs: StepOutputs) -> None:
+    def _fail(self, steps: list[ScheduledStep], error: BaseException, outputs: StepOutputs) -> None:
         text = f"the forward pass raised {type(error).__name__}: {error}"
         logger.error("%s", text, exc_info=error)
-        for request in (request for launch in launches for request in launch.requests):
+        for request in (request for step in steps for request in step.requests):
             if request.status is not RequestStatus.FINISHED:
                 self.scheduler.finish(request, FinishReason.ERROR, text)
                 outputs.end(request)
-        self.cache.unpublish_deferred()
+        self.cache.uncache_deferred()
         if not self.executor.healthy():
             self._die(text, error)
 

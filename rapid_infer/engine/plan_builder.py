@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from rapid_infer.engine.request import Request
 from rapid_infer.engine.row_fields import settings_of
-from rapid_infer.engine.rows import Rows
+from rapid_infer.engine.row_state import RowState
 from rapid_infer.engine.step_plan import (
     NewBlocks,
     NewRows,
@@ -73,7 +73,7 @@ class PlanBuilder:
             ids.extend(new)
 
     def build(
-        self, step: int, rows: Rows, order: Ints, start: Ints, grant: Ints, sampled: Ints, guesses: Ints
+        self, step: int, rows: RowState, order: Ints, start: Ints, grant: Ints, sampled: Ints, guesses: Ints
     ) -> StepPlan:
         """`order`, `start`, `grant`: rows in batch order, their first new position and their number of tokens, the last
         `guesses` of which the device makes itself.
@@ -101,7 +101,7 @@ class PlanBuilder:
             drafts=guesses.astype(np.int32) if guesses.any() else None,
         )
 
-    def _tokens(self, rows: Rows, order: Ints, start: Ints, grant: Ints) -> NDArray[np.int32]:
+    def _tokens(self, rows: RowState, order: Ints, start: Ints, grant: Ints) -> NDArray[np.int32]:
         from_host = start < rows.initial[order]
         if not from_host.any():
             return _NONE
@@ -149,7 +149,7 @@ class PlanBuilder:
         self.failed += failed
         return masks
 
-    def _prompt_scores(self, rows: Rows, order: Ints, start: Ints, grant: Ints) -> PromptScores | None:
+    def _prompt_scores(self, rows: RowState, order: Ints, start: Ints, grant: Ints) -> PromptScores | None:
         """Which tokens of the step are followed by a prompt token that is to be scored."""
         scored = rows.prompt_logprobs[order] >= 0
         if not scored.any():

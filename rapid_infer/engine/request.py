@@ -16,7 +16,7 @@ from rapid_infer.outputs import FinishReason
 from rapid_infer.params import SamplingParams
 
 if TYPE_CHECKING:
-    from rapid_infer.engine.rows import Rows
+    from rapid_infer.engine.row_state import RowState
 
 
 class RequestStatus(Enum):
@@ -47,7 +47,7 @@ class Request:
     extras: tuple[HashExtra, ...] = ()
     mask: TokenMask | None = None
     status: RequestStatus = RequestStatus.WAITING
-    rows: Rows | None = None
+    rows: RowState | None = None
     row: int = -1
     blocks: list[list[int]] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from rapid_infer.engine.launch import Launch
 from rapid_infer.engine.request import Request, RequestStatus
-from rapid_infer.engine.rows import Rows
+from rapid_infer.engine.row_state import RowState
+from rapid_infer.engine.scheduled_step import ScheduledStep
 from rapid_infer.engine.scheduler import Scheduler
 from rapid_infer.engine.step_plan import I32, LogprobArrays, StepResult
 from rapid_infer.outputs import FinishReason
@@ -42,7 +42,7 @@ class TokenLogprobs:
 @dataclass(slots=True)
 class StepOutputs:
     """New tokens as parallel lists, those of one request in order, and the requests that ended. The lists may be those
-    of a launch: nobody changes them.
+    of a step: nobody changes them.
 
     `logprobs` and `prompt_logprobs` hold only requests that asked for them; those of the prompt come in order, in
     pieces. `num_cached_tokens` holds the requests that have just started.
@@ -65,29 +65,29 @@ class StepOutputs:
         self.finished.append(Finished(request.request_id, request.finish_reason, request.error, cached))
 
 
-def apply(scheduler: Scheduler, launch: Launch, result: StepResult, outputs: StepOutputs) -> None:
-    """Append the new tokens of `launch` and finish what they end. Late results of ended requests are dropped."""
-    _take_logprobs(launch, result, outputs)
-    for request in launch.admitted:
+def apply_result(scheduler: Scheduler, step: ScheduledStep, result: StepResult, outputs: StepOutputs) -> None:
+    """Append the new tokens of `step` and finish what they end. Late results of ended requests are dropped."""
+    _take_logprobs(step, result, outputs)
+    for request in step.admitted:
         outputs.num_cached_tokens[request.request_id] = request.num_cached_tokens or 0
-    rows, requests, tokens, owners = launch.sampled_rows, launch.sampled_requests, result.token_ids, scheduler.rows
-    counts = kept = launch.most if result.counts is None else result.counts.astype(np.int64)
+    rows, requests, tokens, owners = step.sampled_rows, step.sampled_requests, result.token_ids, scheduler.rows
+    counts = kept = step.most if result.counts is None else result.counts.astype(np.int64)
     if result.failed.any():
         kept = np.where(result.failed, 0, kept)
-    live = owners.epoch[rows] == launch.epochs
+    live = owners.epoch[rows] == step.epochs
     before = owners.collected[rows]
     if not live.all():
         # Preempted, or ended, while the step was in flight.
         kept = kept.copy()
         for i in np.flatnonzero(~live):
             request = requests[i]
-            request.in_flight -= int(launch.most[i])
+            request.in_flight -= int(step.most[i])
             before[i] = request.num_tokens
             if request.status is RequestStatus.FINISHED:
                 kept[i] = 0
     ended = result.failed
-    if launch.stop_ids is not None:
-        stops = (launch.stop_ids[:, None] == tokens[:, :, None]).any(axis=2)
+    if step.stop_ids is not None:
+        stops = (step.stop_ids[:, None] == tokens[:, :, None]).any(axis=2)
         stops &= np.arange(tokens.shape[1]) < kept[:, None]
         stopped = stops.any(axis=1)
         if stopped.any():
@@ -95,10 +95,10 @@ def apply(scheduler: Scheduler, launch: Launch, result: StepResult, outputs: Ste
             ended = ended | stopped
     else:
         stopped = None
-    ended = ended | (before + kept >= launch.limits)
-    _append(owners, launch, tokens, kept, live, outputs)
+    ended = ended | (before + kept >= step.limits)
+    _append(owners, step, tokens, kept, live, outputs)
     if result.counts is not None:
-        owners.take_back(rows[live], (launch.most - counts)[live])
+        owners.take_back(rows[live], (step.most - counts)[live])
     for i in np.flatnonzero(ended):
         request = requests[i]
         if request.status is RequestStatus.FINISHED:
@@ -112,31 +112,31 @@ def apply(scheduler: Scheduler, launch: Launch, result: StepResult, outputs: Ste
 
 
 def _append(
-    owners: Rows, launch: Launch, tokens: I32, kept: Ints, live: NDArray[np.bool_], outputs: StepOutputs
+    owners: RowState, step: ScheduledStep, tokens: I32, kept: Ints, live: NDArray[np.bool_], outputs: StepOutputs
 ) -> None:
     """Give each request its first `kept` of `tokens`, to its row where that is still its own."""
     if live.all():
-        owners.append(launch.sampled_rows, tokens, kept)
+        owners.append(step.sampled_rows, tokens, kept)
     else:
-        owners.append(launch.sampled_rows[live], tokens[live], kept[live])
+        owners.append(step.sampled_rows[live], tokens[live], kept[live])
         for i in np.flatnonzero(~live):
-            launch.sampled_requests[i].output_token_ids.extend(tokens[i, : kept[i]].tolist())
+            step.sampled_requests[i].output_token_ids.extend(tokens[i, : kept[i]].tolist())
     if tokens.shape[1] == 1 and kept.all():
-        outputs.add(launch.sampled_ids, tokens[:, 0].tolist())
+        outputs.add(step.sampled_ids, tokens[:, 0].tolist())
     else:
-        ids = [name for name, n in zip(launch.sampled_ids, kept.tolist()) for _ in range(n)]
+        ids = [name for name, n in zip(step.sampled_ids, kept.tolist()) for _ in range(n)]
         outputs.add(ids, tokens[np.arange(tokens.shape[1]) < kept[:, None]].tolist())
 
 
-def _take_logprobs(launch: Launch, result: StepResult, outputs: StepOutputs) -> None:
+def _take_logprobs(step: ScheduledStep, result: StepResult, outputs: StepOutputs) -> None:
     if result.logprobs is not None:
-        for i, request in enumerate(launch.sampled_requests):
+        for i, request in enumerate(step.sampled_requests):
             count = request.params.logprobs
             if count is not None and request.status is not RequestStatus.FINISHED and not result.failed[i]:
                 outputs.logprobs[request.request_id] = _row(result.logprobs, i, count)
     if result.prompt_logprobs is not None:
         i = 0
-        for request, scored in launch.scored:
+        for request, scored in step.scored:
             count = request.params.prompt_logprobs
             if count is not None and request.status is not RequestStatus.FINISHED:
                 pieces = [_row(result.prompt_logprobs, j, count) for j in range(i, i + scored)]

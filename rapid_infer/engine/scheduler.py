@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from rapid_infer.cache import prefix
 from rapid_infer.cache.manager import CacheManager
 from rapid_infer.config import SchedulerConfig
-from rapid_infer.engine.launch import Launch
 from rapid_infer.engine.plan_builder import PlanBuilder
+from rapid_infer.engine.plan_cache import PlanCache
 from rapid_infer.engine.request import Request, RequestStatus
-from rapid_infer.engine.rows import NOT_SHARED, Rows
-from rapid_infer.engine.steady import SteadyBatch
+from rapid_infer.engine.row_state import NOT_SHARED, RowState
+from rapid_infer.engine.scheduled_step import ScheduledStep
 from rapid_infer.outputs import FinishReason
 
 Ints = NDArray[np.int64]
@@ -45,17 +45,17 @@ class Scheduler:
     cache: CacheManager
     max_model_len: int
     drafts: int = 0
-    rows: Rows = field(init=False)
+    rows: RowState = field(init=False)
     waiting: deque[Request] = field(default_factory=deque)
     stats: SchedulerStats = field(default_factory=SchedulerStats)
     last_step: int = 0
 
     def __post_init__(self) -> None:
-        self.rows = Rows(self.config.max_num_seqs, self.max_model_len)
+        self.rows = RowState(self.config.max_num_seqs, self.max_model_len)
         if self.cache.max_rollback is not None:
             self.drafts = min(self.drafts, self.cache.max_rollback)
         self._order: Ints = np.zeros(0, np.int64)
-        self._steady: SteadyBatch | None = None
+        self._plan_cache: PlanCache | None = None
         self._hashed: Request | None = None
 
     @property
@@ -66,15 +66,15 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
-    def schedule(self) -> Launch | None:
+    def schedule(self) -> ScheduledStep | None:
         """Plan the next step; None when no row can take a token now."""
-        if self._steady is not None and not (self.waiting and self.rows.num_free):
-            launch = self._steady.next(self.last_step + 1)
-            if launch is not None:
+        if self._plan_cache is not None and not (self.waiting and self.rows.num_free):
+            step = self._plan_cache.next(self.last_step + 1)
+            if step is not None:
                 self.last_step += 1
                 self.stats.steps += 1
-                return launch
-        self._steady = None
+                return step
+        self._plan_cache = None
         builder = PlanBuilder(self.cache.num_groups)
         if self.cache.has_checkpoints:
             self._name_states()
@@ -82,14 +82,14 @@ class Scheduler:
         order, grant, preempted = self._make_room(order, grant, builder)
         if self.waiting and self.rows.num_free:
             # Whoever is admitted now already shares the blocks that this step will fill.
-            self._publish_full(order, grant)
+            self._cache_full_blocks(order, grant)
         if not preempted:
             admitted, more = self._admit(int(grant.sum()), builder)
             order, grant = np.concatenate([order, admitted]), np.concatenate([grant, more])
         self._order = order
         if not grant.all():
             order, grant = order[grant > 0], grant[grant > 0]
-        return self._launch(order, grant, builder) if len(order) else None
+        return self._make_step(order, grant, builder) if len(order) else None
 
     def _share_budget(self) -> tuple[Ints, Ints]:
         rows, order = self.rows, self._order
@@ -190,13 +190,13 @@ class Scheduler:
             request.num_cached_tokens = hits * size
             self.cache.hit_tokens += hits * size
             self.cache.queried_tokens += total
-        published = NOT_SHARED if request.share_key is None else hits
-        row = self.rows.take(request, hits * size, hits * size, published)
+        cached = NOT_SHARED if request.share_key is None else hits
+        row = self.rows.take(request, hits * size, hits * size, cached)
         builder.add_row(row, hits * size, request)
         builder.add_blocks(row, 0, blocks)
         self._grow(row, hits * size + grant, builder)
         # For those admitted after it, as in `schedule`.
-        self._publish(row, hits * size + grant)
+        self._cache_row(row, hits * size + grant)
         return grant
 
     def _hashes(self, request: Request, total: int) -> list[bytes]:
@@ -228,7 +228,7 @@ class Scheduler:
         """Give back blocks that nothing sees any more, under the names by which others may still want them."""
         rows = self.rows
         certain = min(int(rows.computed[row]), int(rows.collected[row]))
-        self._publish(row, certain)
+        self._cache_row(row, certain)
         self.cache.trim(rows.owner(row).blocks, certain, self.last_step)
 
     def _name_states(self) -> None:
@@ -242,28 +242,28 @@ class Scheduler:
                 digest = self._hashes(request, computed)[computed // size - 1]
                 self.cache.checkpoint(request.blocks, computed, prompt, digest)
 
-    def _publish(self, row: int, computed: int) -> None:
+    def _cache_row(self, row: int, computed: int) -> None:
         """Name the row's blocks that are full of `computed` tokens which the host has seen.
 
         Others can share them then. That is time enough when the row leaves, or somebody is admitted.
         """
         rows = self.rows
         request = rows.owner(row)
-        start = int(rows.published[row])
+        start = int(rows.cached[row])
         stop = min(computed, int(rows.collected[row])) // self.cache.block_size
         if stop > start:
             hashes = self._hashes(request, stop * self.cache.block_size)
-            self.cache.publish(request.blocks, start, hashes[start:stop])
-            rows.published[row] = stop
+            self.cache.cache_blocks(request.blocks, start, hashes[start:stop])
+            rows.cached[row] = stop
 
-    def _publish_full(self, order: Ints, grant: Ints) -> None:
+    def _cache_full_blocks(self, order: Ints, grant: Ints) -> None:
         rows = self.rows
         stop = rows.computed[order] + grant
         full = np.minimum(stop, rows.collected[order]) // self.cache.block_size
-        for i in np.flatnonzero(full > rows.published[order]):
-            self._publish(int(order[i]), int(stop[i]))
+        for i in np.flatnonzero(full > rows.cached[order]):
+            self._cache_row(int(order[i]), int(stop[i]))
 
-    def _launch(self, order: Ints, grant: Ints, builder: PlanBuilder) -> Launch:
+    def _make_step(self, order: Ints, grant: Ints, builder: PlanBuilder) -> ScheduledStep:
         rows = self.rows
         if grant.max() > 1:
             # Single tokens first: attention treats them apart from longer queries.
@@ -280,11 +280,11 @@ class Scheduler:
         most = guesses[samples] + 1
         rows.known[sampled_rows] += most
         plan = builder.build(self.last_step, rows, order, start, grant, np.flatnonzero(samples), guesses)
-        if SteadyBatch.fits(plan, rows, self.cache, self._order) and not self.drafts:
-            self._steady = SteadyBatch(rows, self.cache, order, self._trim if self.cache.trims else None)
+        if PlanCache.fits(plan, rows, self.cache, self._order) and not self.drafts:
+            self._plan_cache = PlanCache(rows, self.cache, order, self._trim if self.cache.trims else None)
         requests = [rows.owner(row) for row in order.tolist()]
         sampled = requests if samples.all() else [requests[i] for i in plan.sampled.tolist()]
-        return Launch(
+        return ScheduledStep(
             plan,
             requests,
             sampled,
@@ -306,7 +306,7 @@ class Scheduler:
         request.num_preemptions += 1
         self.stats.preemptions += 1
         # It will find them again when it comes back.
-        self._publish(request.row, int(self.rows.computed[request.row]))
+        self._cache_row(request.row, int(self.rows.computed[request.row]))
         self._leave(request)
         request.status = RequestStatus.WAITING
         self.waiting.appendleft(request)
@@ -320,13 +320,13 @@ class Scheduler:
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """End a request that has not ended. Its blocks stay reusable unless it ended in an error."""
         assert request.status is not RequestStatus.FINISHED, f"{request.request_id} ended twice"
-        self._steady = None
+        self._plan_cache = None
         if reason is FinishReason.ERROR:
-            self.cache.unpublish(request.blocks)
+            self.cache.uncache_blocks(request.blocks)
         if request.status is RequestStatus.RUNNING:
             if reason is not FinishReason.ERROR:
                 # With two steps in flight the last full block became known only now.
-                self._publish(request.row, int(self.rows.computed[request.row]))
+                self._cache_row(request.row, int(self.rows.computed[request.row]))
             self._order = self._order[self._order != request.row]
             self._leave(request)
         else:

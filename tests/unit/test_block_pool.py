@@ -55,7 +55,7 @@ def test_the_tail_of_a_sequence_is_reused_before_its_head() -> None:
 
 def test_blocks_without_a_hash_are_reused_before_cached_ones() -> None:
     pool, (cached, plain) = held_pool(n=3, held=2)
-    pool.publish(cached, b"x")
+    pool.cache_block(cached, b"x")
     pool.release([plain, cached])
     assert pool.allocate(1) == [plain]
     assert pool.has(b"x")
@@ -66,7 +66,7 @@ def test_blocks_without_a_hash_are_reused_before_cached_ones() -> None:
 def test_cached_blocks_are_evicted_least_recently_used_first() -> None:
     pool, held = held_pool(n=4, held=3)
     for block, digest in zip(held, (b"a", b"b", b"c")):
-        pool.publish(block, digest)
+        pool.cache_block(block, digest)
     for block in held:
         pool.release([block])
     pool.fork(held[:1])
@@ -77,7 +77,7 @@ def test_cached_blocks_are_evicted_least_recently_used_first() -> None:
 
 def test_a_free_block_can_be_taken_back_by_its_content() -> None:
     pool, (block, *rest) = held_pool()
-    assert pool.publish(block, b"x")
+    assert pool.cache_block(block, b"x")
     pool.release([block])
     free = pool.num_free
     pool.fork([pool.block_of(b"x")])
@@ -88,20 +88,20 @@ def test_a_free_block_can_be_taken_back_by_its_content() -> None:
     assert rest
 
 
-def test_content_is_published_once() -> None:
+def test_content_is_cached_once() -> None:
     pool, (first, second, *_) = held_pool()
-    assert pool.publish(first, b"x")
-    assert not pool.publish(second, b"x")
-    assert not pool.publish(first, b"y")
+    assert pool.cache_block(first, b"x")
+    assert not pool.cache_block(second, b"x")
+    assert not pool.cache_block(first, b"y")
     assert (pool.block_of(b"x"), pool.has(b"y"), pool.num_cached) == (first, False, 1)
 
 
-def test_unpublished_content_cannot_be_hit_whether_the_block_is_held_or_free() -> None:
+def test_uncached_content_cannot_be_hit_whether_the_block_is_held_or_free() -> None:
     pool, (held, freed, other, bare) = held_pool()
     for block, digest in ((held, b"held"), (freed, b"freed"), (other, b"other")):
-        pool.publish(block, digest)
+        pool.cache_block(block, digest)
     pool.release([freed, other])
-    pool.unpublish([held, freed, bare])
+    pool.uncache_blocks([held, freed, bare])
     assert [pool.has(d) for d in (b"held", b"freed", b"other")] == [False, False, True]
     pool.check([held, bare])
     assert pool.allocate(pool.num_free)[-1] == other
@@ -109,8 +109,8 @@ def test_unpublished_content_cannot_be_hit_whether_the_block_is_held_or_free() -
 
 def test_reset_forgets_contents_and_keeps_holders() -> None:
     pool, (held, freed, *rest) = held_pool()
-    pool.publish(held, b"a")
-    pool.publish(freed, b"b")
+    pool.cache_block(held, b"a")
+    pool.cache_block(freed, b"b")
     pool.release([freed])
     pool.reset_cache()
     assert pool.num_cached == 0
@@ -140,7 +140,7 @@ def test_a_free_after_a_collected_step_is_immediate() -> None:
 
 def test_a_deferred_block_can_be_hit_and_stays_held() -> None:
     pool, (block, *rest) = held_pool()
-    pool.publish(block, b"x")
+    pool.cache_block(block, b"x")
     pool.release_after(1, [block])
     pool.fork([pool.block_of(b"x")])
     assert pool.num_deferred == 0
@@ -151,10 +151,10 @@ def test_a_deferred_block_can_be_hit_and_stays_held() -> None:
 
 def test_after_a_failed_step_deferred_blocks_cannot_be_hit() -> None:
     pool, (waiting, held, *_) = held_pool()
-    pool.publish(waiting, b"waiting")
-    pool.publish(held, b"held")
+    pool.cache_block(waiting, b"waiting")
+    pool.cache_block(held, b"held")
     pool.release_after(1, [waiting])
-    pool.unpublish_deferred()
+    pool.uncache_deferred()
     assert (pool.has(b"waiting"), pool.has(b"held")) == (False, True)
 
 

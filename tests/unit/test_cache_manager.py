@@ -55,7 +55,7 @@ def fill(cache: CacheManager, n: int) -> list[bytes]:
     chain = hashes(n)
     blocks = cache.start([], n * SIZE, reserve=0)
     assert blocks is not None
-    cache.publish(blocks, 0, chain)
+    cache.cache_blocks(blocks, 0, chain)
     cache.release(blocks)
     return chain
 
@@ -113,7 +113,7 @@ def test_a_hit_ends_at_the_first_missing_block() -> None:
     cache = manager()
     chain = fill(cache, 4)
     assert cache.match(hashes(6)) == 4
-    cache.pools[0].unpublish([cache.pools[0].block_of(chain[1])])
+    cache.pools[0].uncache_blocks([cache.pools[0].block_of(chain[1])])
     assert cache.match(hashes(6)) == 1
     assert cache.match([]) == 0
 
@@ -122,7 +122,7 @@ def test_a_hit_is_what_all_groups_can_resume() -> None:
     cache = manager(FULL, LATENT)
     chain = fill(cache, 4)
     latent = cache.pools[1]
-    latent.unpublish([latent.block_of(chain[2])])
+    latent.uncache_blocks([latent.block_of(chain[2])])
     assert cache.match(chain) == 2
 
 
@@ -134,7 +134,7 @@ def test_a_group_that_resumes_at_every_second_block_shortens_the_hit(order: tupl
     assert [cache.match(chain[:n]) for n in range(6)] == [0, 0, 2, 2, 4, 4]
     # Five blocks in one group and three in the other: the second says 3, then the first has to agree to 2.
     full = cache.pools[order.index(0)]
-    full.unpublish([full.block_of(chain[3])])
+    full.uncache_blocks([full.block_of(chain[3])])
     assert cache.match(chain) == 2
 
 
@@ -143,7 +143,7 @@ def test_a_window_resumes_from_its_last_blocks_alone() -> None:
     cache = manager(window, num_blocks=20)
     chain, pool = fill(cache, 6), cache.pools[0]
     for column in (0, 1, 3):
-        pool.unpublish([pool.block_of(chain[column])])
+        pool.uncache_blocks([pool.block_of(chain[column])])
     # Position 24 sees those from 19 on, in blocks 4 and 5; 20 sees those from 15 on, and 12 those from 7 on.
     assert [cache.match(chain[:n]) for n in range(7)] == [0, 0, 0, 0, 0, 0, 6]
     held = cache.start(chain, 28, reserve=28)
@@ -172,15 +172,15 @@ def test_a_window_reserves_no_more_than_it_holds_at_once() -> None:
     assert manager(CacheGroup(ToyKV(1, 8, "float32", 6), 2), num_blocks=5, max_query=8).admit([], 8, 1000) is None
 
 
-def test_unpublish_and_reset_reach_every_group() -> None:
+def test_uncache_and_reset_reach_every_group() -> None:
     cache = manager(FULL, LATENT)
     held = cache.start([], 8, reserve=8)
     assert held is not None
     chain = hashes(2)
-    cache.publish(held, 0, chain[:1])
-    cache.publish(held, 1, chain[1:])
+    cache.cache_blocks(held, 0, chain[:1])
+    cache.cache_blocks(held, 1, chain[1:])
     assert [pool.num_cached for pool in cache.pools] == [2, 2]
-    cache.unpublish([blocks[1:] for blocks in held])
+    cache.uncache_blocks([blocks[1:] for blocks in held])
     assert [pool.has(chain[0]) for pool in cache.pools] == [True, True]
     assert [pool.has(chain[1]) for pool in cache.pools] == [False, False]
     cache.reset_cache()
@@ -192,12 +192,12 @@ def test_deferred_blocks_are_free_soon_and_hidden_after_a_failure() -> None:
     held = cache.start([], 8, reserve=8)
     assert held is not None
     chain = hashes(2)
-    cache.publish(held, 0, chain)
+    cache.cache_blocks(held, 0, chain)
     cache.release_after(1, held)
     more = [[], []]
     assert [cache.can_grow(more, n * SIZE) for n in (9, 10)] == [True, False]
     assert [cache.can_grow(more, n * SIZE, soon=True) for n in (11, 12)] == [True, False]
-    cache.unpublish_deferred()
+    cache.uncache_deferred()
     assert cache.match(chain) == 0
     cache.collected(1)
     assert cache.can_grow(more, 11 * SIZE)

@@ -186,7 +186,7 @@ def test_a_steady_step_costs_the_host_little(executor: type[StubExecutor], queue
 
 def test_where_a_captured_step_spends_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     core = steady_engine(2, CapturedExecutor)
-    parts = {"schedule": core.scheduler, "launch": core.executor, "collect": core.executor, "apply": results}
+    parts = {"schedule": core.scheduler, "launch": core.executor, "collect": core.executor, "apply_result": results}
     times: dict[str, list[float]] = {name: [] for name in parts}
     for name, owner in parts.items():
         timed(owner, name, times[name], monkeypatch)

@@ -100,7 +100,12 @@ def test_whatever_is_raised_at_any_line_the_next_run_is_right(queue_depth: int) 
     engine = new_engine(queue_depth)
     lines = lines_of(lambda: everything(engine))
     assert engine.scheduler.stats.preemptions, "not everything happened"
-    assert {Path(path).name for path, _ in lines} > {"scheduler.py", "steady.py", "plan_builder.py", "block_pool.py"}
+    assert {Path(path).name for path, _ in lines} > {
+        "scheduler.py",
+        "plan_cache.py",
+        "plan_builder.py",
+        "block_pool.py",
+    }
     # The other half is for the other depth.
     for i, at in enumerate(places(lines)[queue_depth - 1 :: 2]):
         if hands_out(lines[at]):

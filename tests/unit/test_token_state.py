@@ -16,7 +16,7 @@ from rapid_infer.engine.masks import AllowedTokens
 from rapid_infer.engine.plan_builder import PlanBuilder
 from rapid_infer.engine.request import Request
 from rapid_infer.engine.row_fields import ROW_DTYPE, SamplingFeatures
-from rapid_infer.engine.rows import Rows
+from rapid_infer.engine.row_state import RowState
 from rapid_infer.engine.step_plan import RowMasks, RowTokens, StepPlan, TokenLists
 from rapid_infer.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 from rapid_infer.worker.logprobs import gather_logprobs
@@ -38,7 +38,7 @@ class Device:
     def __init__(self, vocab: int = VOCAB) -> None:
         cpu = torch.device("cpu")
         self.table = RequestTable(cpu, ROWS, 1, 4, vocab)
-        self.rows = Rows(ROWS, 64)
+        self.rows = RowState(ROWS, 64)
         self._staging = Staging(cpu, slots=2)
 
     def start(self, *requests: Request) -> StepPlan:

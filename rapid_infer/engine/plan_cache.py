@@ -11,15 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rapid_infer.cache.manager import CacheManager
-from rapid_infer.engine.launch import Launch
-from rapid_infer.engine.rows import Rows
+from rapid_infer.engine.row_state import RowState
+from rapid_infer.engine.scheduled_step import ScheduledStep
 from rapid_infer.engine.step_plan import NewBlocks, StepPlan
 
 Ints = NDArray[np.int64]
 _NONE = np.zeros(0, np.int32)
 
 
-class _Turns:
+class _BlockSchedule:
     """Whose turn it is, where place i of `places` comes at `first[i]` and then every `period` steps."""
 
     def __init__(self, places: Ints, first: Ints, period: int) -> None:
@@ -37,13 +37,13 @@ class _Turns:
         return places if step >= self._all_from or not len(places) else places[self._first[turn] <= step]
 
 
-class SteadyBatch:
+class PlanCache:
     """Rows that have all just run one token and sampled one. Lives until the scheduler plans a step without it.
 
-    Holds arrays in batch order that steps share, and when each row needs a block; what changes is in `Rows`.
+    Holds arrays in batch order that steps share, and when each row needs a block; what changes is in `RowState`.
     """
 
-    def __init__(self, rows: Rows, cache: CacheManager, order: Ints, trim: Callable[[int], None] | None) -> None:
+    def __init__(self, rows: RowState, cache: CacheManager, order: Ints, trim: Callable[[int], None] | None) -> None:
         """`trim` gives back what a row no longer sees, where rows may."""
         self._rows, self._cache, self._order, self._trim = rows, cache, order, trim
         self._planned = 0
@@ -58,16 +58,16 @@ class SteadyBatch:
         self._longest = int(computed.max())
         self._last_step = int((self._limits - rows.known[order]).min())
         everyone = np.arange(len(order))
-        self._needs_block = _Turns(everyone, rows.capacity[order] - computed + 1, cache.block_size)
+        self._needs_block = _BlockSchedule(everyone, rows.capacity[order] - computed + 1, cache.block_size)
         self._no_blocks = tuple(NewBlocks(_NONE, _NONE, _NONE) for _ in range(cache.num_groups))
 
     @staticmethod
-    def fits(plan: StepPlan, rows: Rows, cache: CacheManager, order: Ints) -> bool:
+    def fits(plan: StepPlan, rows: RowState, cache: CacheManager, order: Ints) -> bool:
         """Whether the rows of this plan, all of `order`, will go on as one."""
         one_each = plan.max_query_len == 1 and len(plan.sampled) == len(plan.rows) == len(order)
         return one_each and not rows.gated[order].any() and not cache.has_checkpoints
 
-    def next(self, step: int) -> Launch | None:
+    def next(self, step: int) -> ScheduledStep | None:
         """The next step, or None, with nothing changed, when it is not like the last: the scheduler must plan it."""
         # A row's last token is sampled, and never computed.
         if self._planned >= self._last_step:
@@ -93,7 +93,7 @@ class SteadyBatch:
             num_tokens=len(self._order),
             max_context_len=0,
         )
-        return Launch(
+        return ScheduledStep(
             plan,
             self._requests,
             self._requests,

@@ -12,7 +12,7 @@ from rapid_infer.engine.step_plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class ScheduledStep:
     """A step's plan and whom its results are for, as of the time it was planned.
 
     `admitted` start with it; `failed` end with an error whatever its results are. `sampled_requests` and their ids

@@ -17,10 +17,10 @@ Ints = NDArray[np.int64]
 NOT_SHARED = 1 << 60
 
 _FEW_STOPS = 8
-"""Columns of `Rows.stop` that stay when nobody needs them any more."""
+"""Columns of `RowState.stop` that stay when nobody needs them any more."""
 
 
-class Rows:
+class RowState:
     """Struct of arrays over `max_num_seqs` rows; only rows handed out by `take` have meaning.
 
     known      tokens the sequence has, those still in flight included, as if every guess of the device were right
@@ -29,7 +29,7 @@ class Rows:
     computed   tokens whose forward has been planned, likewise; it catches up with `known`
     initial    tokens known when the row was taken: later ones are read from the device, not sent
     capacity   tokens that its blocks hold
-    published  blocks whose content has been named (NOT_SHARED: never)
+    cached     blocks that others can find (NOT_SHARED: never)
     limit      length at which the request ends; its last token is sampled but never computed
     epoch      how often the row was given back: a result for an older epoch is not for its present owner
     stop       `[rows, most of any request]` ids that end the request, -1 where unused
@@ -49,7 +49,7 @@ class Rows:
             self.computed,
             self.initial,
             self.capacity,
-            self.published,
+            self.cached,
             self.limit,
             self.epoch,
         ) = (np.zeros(n, np.int64) for _ in range(8))
@@ -64,14 +64,14 @@ class Rows:
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self, request: Request, computed: int, capacity: int, published: int) -> int:
+    def take(self, request: Request, computed: int, capacity: int, cached: int) -> int:
         """Give `request` the lowest free row."""
         row = heapq.heappop(self._free)
         total = request.num_tokens
         self.known[row] = self.collected[row] = self.initial[row] = total
         self.computed[row] = computed
         self.capacity[row] = capacity
-        self.published[row] = published
+        self.cached[row] = cached
         self.limit[row] = request.limit
         params = request.params
         self.flags[row] = feature_bits(request)

@@ -9,7 +9,7 @@ from fake_executor import undisturbed
 from harness import Harness
 from test_scheduler_fuzz import GROUPS, run_episode
 
-from rapid_infer.engine.steady import SteadyBatch
+from rapid_infer.engine.plan_cache import PlanCache
 from rapid_infer.engine.step_plan import StepPlan
 
 
@@ -29,7 +29,7 @@ def plans(seed: int) -> list[StepPlan]:
 @pytest.mark.parametrize("seed", range(120))
 def test_plans_are_the_same_without_the_short_cut(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     quick = plans(seed)
-    monkeypatch.setattr(SteadyBatch, "fits", staticmethod(lambda *args: False))
+    monkeypatch.setattr(PlanCache, "fits", staticmethod(lambda *args: False))
     slow = plans(seed)
     assert len(quick) == len(slow)
     for a, b in zip(quick, slow):
@@ -38,14 +38,14 @@ def test_plans_are_the_same_without_the_short_cut(seed: int, monkeypatch: pytest
 
 def test_the_short_cut_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
-    original = SteadyBatch.next
+    original = PlanCache.next
 
-    def counted(self: SteadyBatch, *args: Any) -> Any:
+    def counted(self: PlanCache, *args: Any) -> Any:
         launch = original(self, *args)
         taken.append(launch is not None)
         return launch
 
-    monkeypatch.setattr(SteadyBatch, "next", counted)
+    monkeypatch.setattr(PlanCache, "next", counted)
     steps = sum(len(run_episode(seed).plans) for seed in range(40))
     assert sum(taken) > steps / 8
     assert not all(taken)
@@ -63,6 +63,6 @@ def test_rows_and_tokens_are_right_after_every_step(depth: int) -> None:
             assert len(request.output_token_ids) == n + 1 - (depth - 1)
             assert rows.collected[request.row] == request.num_tokens
             assert rows.known[request.row] == rows.computed[request.row] + 1 == request.num_tokens + depth - 1
-    assert engine.scheduler._steady is not None
+    assert engine.scheduler._plan_cache is not None
     engine.run()
     assert all(request.output_token_ids == undisturbed(request) for request in requests)
