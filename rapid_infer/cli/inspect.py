@@ -152,7 +152,7 @@ def _grouped(tensors: list[dict[str, Any]]) -> list[list[str]]:
 def _print(found: Inspection) -> None:
     from rich.console import Console
 
-    from rapid_infer.loader.problems import group
+    from rapid_infer.loader.problems import group_names
 
     out, gib = console(), 1024**3
     facts: list[tuple[str, object]] = [
@@ -171,7 +171,7 @@ def _print(found: Inspection) -> None:
     columns = ["tensors", "checkpoint", "shape", "dtype", "parameter"]
     print_table(out, _grouped(found.tensors), columns=columns, title="remap table")
     for why in dict.fromkeys(found.ignored.values()):
-        for names in group(name for name, reason in found.ignored.items() if reason == why):
+        for names in group_names(name for name, reason in found.ignored.items() if reason == why):
             out.print(f"ignored: {names}: {why}", markup=False)
     for name in found.untied:
         out.print(f"untied: {name}: differs from what the config ties it to, and is used for its own", markup=False)

@@ -13,7 +13,7 @@ ROTARY = frozenset({"inv_freq", "original_inv_freq", "cos_cached", "sin_cached",
 MASKS = frozenset({"bias", "causal_mask"})
 
 
-def computed(info: TensorInfo) -> str | None:
+def why_computed(info: TensorInfo) -> str | None:
     """Why no model needs `info`; None when it is not known to be computed."""
     *path, leaf = info.name.lower().split(".")
     parent = path[-1] if path else ""

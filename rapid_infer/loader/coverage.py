@@ -19,7 +19,7 @@ Slot = int | None
 
 
 @dataclass
-class Owned:
+class ParameterCoverage:
     """One parameter, under the first name it has in the model, and the pieces seen so far."""
 
     name: str
@@ -29,7 +29,7 @@ class Owned:
     experts: dict[int, int] = field(default_factory=dict)
     """Global expert number of each slot seen."""
 
-    def add(self, slot: Slot, part: Part, expert: int | None, source: str) -> str | None:
+    def add_piece(self, slot: Slot, part: Part, expert: int | None, source: str) -> str | None:
         """Notes that `source` fills a piece, unless another tensor does in whole or in part: then returns its name."""
         rival = next((self.filled[key] for key in self._clashes(slot, part)), None)
         if rival is None:
@@ -44,22 +44,22 @@ class Owned:
         parts = (*self.parts, None) if part is None else (part, None)
         return (key for key in product(slots, parts) if key in self.filled)
 
-    def lacking(self) -> list[tuple[Slot, Part]]:
+    def missing_pieces(self) -> list[tuple[Slot, Part]]:
         """The pieces that nothing fills, in order; all experts of a slot-wise filled parameter are wanted."""
         slots = range(self.param.shape[0]) if self.experts else (None,)
-        return [(slot, part) for slot in slots for part in self.parts if not self._has(slot, part)]
+        return [(slot, part) for slot in slots for part in self.parts if not self._is_filled(slot, part)]
 
-    def _has(self, slot: Slot, part: Part) -> bool:
+    def _is_filled(self, slot: Slot, part: Part) -> bool:
         return next(self._clashes(slot, part), None) is not None
 
-    def describe(self, pieces: list[tuple[Slot, Part]]) -> str:
+    def describe_pieces(self, pieces: list[tuple[Slot, Part]]) -> str:
         """Pieces in words: "q, v", or "expert 3 (0, 1)"."""
         by_slot: dict[Slot, list[Part]] = {}
         for slot, part in pieces:
             by_slot.setdefault(slot, []).append(part)
-        return ", ".join(self._words(slot, parts) for slot, parts in by_slot.items())
+        return ", ".join(self._describe_slot(slot, parts) for slot, parts in by_slot.items())
 
-    def _words(self, slot: Slot, parts: list[Part]) -> str:
+    def _describe_slot(self, slot: Slot, parts: list[Part]) -> str:
         words = ", ".join("the whole" if part is None else str(part) for part in parts)
         if slot is None:
             return words
@@ -68,22 +68,22 @@ class Owned:
         return who if parts in ([None], list(self.parts)) else f"{who} ({words})"
 
 
-def owned_parameters(model: nn.Module) -> dict[int, Owned]:
+def cover_parameters(model: nn.Module) -> dict[int, ParameterCoverage]:
     """All parameters of `model` by identity; a shared one once, under its first name."""
-    owned: dict[int, Owned] = {}
+    coverage: dict[int, ParameterCoverage] = {}
     for path, module in model.named_modules():
         for leaf, param in module._parameters.items():
-            if param is not None and id(param) not in owned:
+            if param is not None and id(param) not in coverage:
                 name = f"{path}.{leaf}" if path else leaf
-                owned[id(param)] = Owned(name, param, tuple(parts_of(module, leaf)))
-    return owned
+                coverage[id(param)] = ParameterCoverage(name, param, tuple(parts_of(module, leaf)))
+    return coverage
 
 
-def overlaps(copies: Iterable[Copy]) -> Iterator[tuple[Copy, Copy]]:
+def find_overlaps(copies: Iterable[Copy]) -> Iterator[tuple[Copy, Copy]]:
     """Copies that write what another one writes too, each once, after the one that comes first in the parameter."""
     by_param: dict[int, list[tuple[Region, Copy]]] = {}
     for copy in copies:
-        by_param.setdefault(id(copy.placement.param), []).append((region(copy), copy))
+        by_param.setdefault(id(copy.placement.param), []).append((written_region(copy), copy))
     for written in by_param.values():
         # A parameter may be written by hundreds of experts: only those that share rows are compared.
         open_regions: list[tuple[Region, Copy]] = []
@@ -95,7 +95,7 @@ def overlaps(copies: Iterable[Copy]) -> Iterator[tuple[Copy, Copy]]:
             open_regions.append((here, copy))
 
 
-def region(copy: Copy) -> Region:
+def written_region(copy: Copy) -> Region:
     """What `copy` writes of its parameter."""
     target, shape = copy.placement.target, copy.placement.param.shape
     bounds: list[tuple[int, int]] = []

@@ -38,12 +38,12 @@ class Transpose:
     """Swaps the last two dimensions; tensors of fewer dimensions (biases, scalars) stay as they are."""
 
     def shape(self, stored: Shape) -> Shape:
-        return _swap(stored)
+        return _swap_last_two(stored)
 
     def read(self, fetch: Fetch, stored: Shape, source: Slices) -> torch.Tensor:
         if len(stored) < 2:
             return fetch(source)
-        return fetch(_swap(source)).transpose(-1, -2)
+        return fetch(_swap_last_two(source)).transpose(-1, -2)
 
     def __str__(self) -> str:
         return "transpose"
@@ -59,14 +59,14 @@ class Section:
 
     def shape(self, stored: Shape) -> Shape:
         start, stop = self._bounds(stored)
-        return _replace(stored, self.dim, stop - start) if len(stored) > self.dim else stored
+        return _replace_item(stored, self.dim, stop - start) if len(stored) > self.dim else stored
 
     def read(self, fetch: Fetch, stored: Shape, source: Slices) -> torch.Tensor:
         if len(stored) <= self.dim:
             return fetch(source)
         start, _ = self._bounds(stored)
         cut = source[self.dim]
-        return fetch(_replace(source, self.dim, slice(start + cut.start, start + cut.stop)))
+        return fetch(_replace_item(source, self.dim, slice(start + cut.start, start + cut.stop)))
 
     def _bounds(self, stored: Shape) -> tuple[int, int]:
         if len(stored) <= self.dim or stored[self.dim] == 1:
@@ -113,7 +113,7 @@ class Interleave:
         each = unit // self.groups
         rows = rows - within + (within % each) * self.groups + within // each
         first, last = int(rows.min()), int(rows.max())
-        return _take(fetch(_replace(source, self.dim, slice(first, last + 1))), self.dim, rows - first)
+        return _select_rows(fetch(_replace_item(source, self.dim, slice(first, last + 1))), self.dim, rows - first)
 
     def _unit(self, stored: Shape) -> int:
         return self.unit or max(stored[self.dim], 1)
@@ -183,15 +183,15 @@ def is_scalar(shape: Shape) -> bool:
     return math.prod(shape) == 1
 
 
-def _swap(items: tuple[T, ...]) -> tuple[T, ...]:
+def _swap_last_two(items: tuple[T, ...]) -> tuple[T, ...]:
     return items if len(items) < 2 else (*items[:-2], items[-1], items[-2])
 
 
-def _replace(items: tuple[T, ...], position: int, item: T) -> tuple[T, ...]:
+def _replace_item(items: tuple[T, ...], position: int, item: T) -> tuple[T, ...]:
     return (*items[:position], item, *items[position + 1 :])
 
 
-def _take(tensor: torch.Tensor, dim: int, rows: torch.Tensor) -> torch.Tensor:
+def _select_rows(tensor: torch.Tensor, dim: int, rows: torch.Tensor) -> torch.Tensor:
     # One-byte formats have no index_select on the CPU; their bytes have.
     if tensor.element_size() == 1:
         return tensor.view(torch.uint8).index_select(dim, rows).view(tensor.dtype)

@@ -51,14 +51,14 @@ class Inventory:
             raise WeightError(f"{folder}: no such directory")
         for single, index in zip(SINGLE, INDEX):
             if (folder / single).is_file():
-                return Inventory(folder, _merge([folder / single]))
+                return Inventory(folder, _merge_headers([folder / single]))
             if (folder / index).is_file():
-                return Inventory(folder, _indexed(folder / index))
-            loose = _loose(folder) if single == SINGLE[0] else []
+                return Inventory(folder, _read_shards(folder / index))
+            loose = _find_loose(folder) if single == SINGLE[0] else []
             if loose:
-                return Inventory(folder, _merge(loose))
+                return Inventory(folder, _merge_headers(loose))
         raise WeightError(
-            f"{folder}: no weight files (.safetensors or pytorch_model.bin); the directory {_listing(folder)}"
+            f"{folder}: no weight files (.safetensors or pytorch_model.bin); the directory {_describe_folder(folder)}"
         )
 
     @property
@@ -106,7 +106,7 @@ class _BinReader:
         return self._tensors[name][source]
 
 
-def _merge(files: list[Path]) -> dict[str, TensorInfo]:
+def _merge_headers(files: list[Path]) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     for file in files:
         for info in read_header(file):
@@ -119,7 +119,7 @@ def _merge(files: list[Path]) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _indexed(index: Path) -> dict[str, TensorInfo]:
+def _read_shards(index: Path) -> dict[str, TensorInfo]:
     """All tensors of the shards; where two shards have the same name, the index decides."""
     shard_of = _read_index(index)
     shards = sorted(set(shard_of.values()))
@@ -157,7 +157,7 @@ def _read_index(index: Path) -> dict[str, str]:
     return {name: shard.as_posix() for name, shard in names.items()}
 
 
-def _loose(folder: Path) -> list[Path]:
+def _find_loose(folder: Path) -> list[Path]:
     """Safetensors files without an index. WeightError when they are numbered and one is absent."""
     files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
     names = {file.name for file in files}
@@ -175,7 +175,7 @@ def _loose(folder: Path) -> list[Path]:
     return files
 
 
-def _listing(folder: Path) -> str:
+def _describe_folder(folder: Path) -> str:
     names = sorted(
         entry.name + ("/" if entry.is_dir() else "" if entry.exists() else " (broken link)")
         for entry in folder.iterdir()

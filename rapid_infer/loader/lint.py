@@ -18,7 +18,7 @@ def _duplicates(table: WeightMap) -> Iterator[str]:
     first: dict[Rule, int] = {}
     for position, rule in enumerate(table.rules):
         if rule in first:
-            yield f"duplicate: {_name(table, position)} repeats rule {first[rule] + 1}"
+            yield f"duplicate: {_rule_name(table, position)} repeats rule {first[rule] + 1}"
         first.setdefault(rule, position)
 
 
@@ -26,13 +26,14 @@ def _unreached(table: WeightMap) -> Iterator[str]:
     """Rules that never see a name they are there for, because an earlier rule takes or changes it."""
     for position, rule in enumerate(table.rules):
         for sample in rule.samples():
-            _, _, matched = table.trace(sample)
+            _, _, matched = table.trace_name(sample)
             earlier = [before for before in matched if before < position]
             if position in matched or not earlier or rule in table.rules[:position]:
                 continue
             rival = earlier[-1]
             kind = "ambiguous" if sample in table.rules[rival].samples() else "shadowed"
-            yield f"{kind}: {_name(table, position)} never sees {sample}, which {_name(table, rival)} takes first"
+            late, first = _rule_name(table, position), _rule_name(table, rival)
+            yield f"{kind}: {late} never sees {sample}, which {first} takes first"
 
 
 def _ties(table: WeightMap) -> Iterator[str]:
@@ -53,18 +54,18 @@ def _unstable(table: WeightMap) -> Iterator[str]:
                 continue
             names = {target.name for target in targets}
             for target in targets:
-                again = _again(table, target)
+                again = _resolve_again(table, target)
                 if not again <= names:
                     changed = ", ".join(sorted(again)) or "nothing"
                     yield f"not idempotent: {sample} maps to {target.name}, which maps to {changed}"
 
 
-def _again(table: WeightMap, target: Target) -> set[str]:
+def _resolve_again(table: WeightMap, target: Target) -> set[str]:
     """Names that the name of `target` maps to; the empty name when it is ignored."""
     targets = table.resolve(target.name)
     return {""} if isinstance(targets, Ignored) else {again.name for again in targets}
 
 
-def _name(table: WeightMap, position: int) -> str:
+def _rule_name(table: WeightMap, position: int) -> str:
     row = table.rules[position].row()
     return f"rule {position + 1} ({row.kind} {row.source})"

@@ -60,7 +60,7 @@ def load_weights(
         for file, copies in groupby(plan.copies, key=lambda copy: copy.info.file):
             with inventory.open(file) as reader:
                 for copy in copies:
-                    nbytes = _run(copy, reader)
+                    nbytes = _run_copy(copy, reader)
                     read[copy.info.name] = read.get(copy.info.name, 0) + nbytes
                     advance(nbytes)
                     done += 1
@@ -78,7 +78,7 @@ def finalize(model: nn.Module) -> None:
                 last_touch()
 
 
-def _run(copy: Copy, reader: Reader) -> int:
+def _run_copy(copy: Copy, reader: Reader) -> int:
     """Performs one copy; the bytes it read."""
     fetched: list[int] = []
 

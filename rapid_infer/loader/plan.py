@@ -10,14 +10,14 @@ from torch import nn
 
 from rapid_infer.errors import WeightError
 from rapid_infer.layers.parameter import Elsewhere, Part, Placement, parts_of, placement_of
-from rapid_infer.loader.causes import Evidence, likely_causes
-from rapid_infer.loader.computed import computed
+from rapid_infer.loader.computed import why_computed
 from rapid_infer.loader.copies import Copy
-from rapid_infer.loader.coverage import Owned, overlaps, owned_parameters, region
+from rapid_infer.loader.coverage import ParameterCoverage, cover_parameters, find_overlaps, written_region
+from rapid_infer.loader.diagnosis import LoadDiagnosis
 from rapid_infer.loader.index_map import IndexMap, Section, Shape, chain, is_scalar, sliced_shape
 from rapid_infer.loader.inventory import Inventory, TensorInfo
-from rapid_infer.loader.problems import Kind, Problem, report, summary
-from rapid_infer.loader.ties import own_parameter, same_values, tied_names
+from rapid_infer.loader.problems import Kind, Problem, format_problems, summarize_problems
+from rapid_infer.loader.ties import give_own_parameter, same_values, tied_names
 from rapid_infer.loader.weight_map import TIED, Ignored, Target, WeightMap
 
 CASTABLE = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
@@ -51,9 +51,9 @@ class LoadPlan:
     def check(self) -> None:
         """WeightError with every problem in full and the likely causes, unless the checkpoint fills the model."""
         if self.problems:
-            head = f"{self.directory} does not fill {self.model}: {summary(self.problems)}"
+            head = f"{self.directory} does not fill {self.model}: {summarize_problems(self.problems)}"
             raise WeightError(
-                "\n".join([head, report(self.problems), *(f"likely cause: {text}" for text in self.causes)])
+                "\n".join([head, format_problems(self.problems), *(f"likely cause: {text}" for text in self.causes)])
             )
 
 
@@ -81,7 +81,7 @@ class _Planner:
 
     def __post_init__(self) -> None:
         self.modules = dict(self.model.named_modules(remove_duplicate=False))
-        self.owned = owned_parameters(self.model)
+        self.coverage = cover_parameters(self.model)
         self.tied = tied_names(self.modules, self.weight_map.ties)
         self.absent = frozenset(path for path, module in self.modules.items() if isinstance(module, Elsewhere))
 
@@ -100,7 +100,7 @@ class _Planner:
             untied=tuple(self.untied),
             elsewhere=self._elsewhere(),
             problems=tuple(self.problems),
-            causes=tuple(likely_causes(self._evidence())) if self.problems else (),
+            causes=tuple(self._diagnosis().likely_causes()) if self.problems else (),
             bytes_to_read=sum(copy.nbytes() for copy in self.copies),
         )
 
@@ -147,8 +147,8 @@ class _Planner:
 
     def _untie(self, info: TensorInfo, target: Target) -> None:
         module = self.modules[target.path]
-        param = own_parameter(module, target.leaf)
-        self.owned[id(param)] = Owned(target.name, param, tuple(parts_of(module, target.leaf)))
+        param = give_own_parameter(module, target.leaf)
+        self.coverage[id(param)] = ParameterCoverage(target.name, param, tuple(parts_of(module, target.leaf)))
         self.tied -= {target.name}
         self.untied.append(info.name)
 
@@ -160,15 +160,15 @@ class _Planner:
             if self._is_absent(target.path):
                 self.remote[info.name] = None
                 return
-            why = computed(info)
+            why = why_computed(info)
             if why is None:
-                self._problem(Kind.UNEXPECTED, info, self._homeless(target))
+                self._add_problem(Kind.UNEXPECTED, info, self._why_homeless(target))
             else:
                 self.ignored[info.name] = why
             return
         except ValueError as error:
-            self._problem(Kind.SHAPE, info, f"{error}, for {target.name}", info.shape)
-            self._mark(target, target.part, info)
+            self._add_problem(Kind.SHAPE, info, f"{error}, for {target.name}", info.shape)
+            self._mark_filled(target, target.part, info)
             return
         for part, index, placement in pieces:
             self._place_piece(info, target, part, index, placement)
@@ -188,7 +188,7 @@ class _Planner:
             return [(part, None, None) for part in parts]
         if len(here) < len(parts):
             raise KeyError(target.leaf)  # the size of a part that is kept elsewhere is not known here
-        sections = _sections([placement.shape for placement in here], shape)
+        sections = _cut_sections([placement.shape for placement in here], shape)
         return [(part, chain(target.index, cut), placement) for part, cut, placement in zip(parts, sections, here)]
 
     def _place_piece(
@@ -196,24 +196,25 @@ class _Planner:
     ) -> None:
         if placement is None:
             self.remote[info.name] = None
-            self._mark(target, part, info)
+            self._mark_filled(target, part, info)
             return
-        owner = self.owned.get(id(placement.param))
-        assert owner is not None, f"the layer at {target.path} places {target.leaf} in a parameter it does not register"
-        rival = owner.add(_slot(placement, target.expert), part, target.expert, info.name)
-        where = owner.name if part is None else f"{owner.name}[{part}]"
+        coverage = self.coverage.get(id(placement.param))
+        assert coverage, f"the layer at {target.path} places {target.leaf} in a parameter it does not register"
+        rival = coverage.add_piece(_slot(placement, target.expert), part, target.expert, info.name)
+        where = coverage.name if part is None else f"{coverage.name}[{part}]"
         shape = index.shape(info.shape) if index else info.shape
         wanted, dtype = placement.shape, placement.param.dtype
         if rival is not None:
-            self._problem(Kind.TWICE, info, f"{where} is already filled by {rival}")
+            self._add_problem(Kind.TWICE, info, f"{where} is already filled by {rival}")
             return
         fits = shape == wanted or (is_scalar(shape) and is_scalar(wanted))
         casts = info.dtype == dtype or {info.dtype, dtype} <= CASTABLE
         if not fits:
             detail = f"checkpoint {list(shape)}, model {list(wanted)} for {where}"
-            self._problem(Kind.SHAPE, info, detail, shape, wanted)
+            self._add_problem(Kind.SHAPE, info, detail, shape, wanted)
         if not casts:
-            self._problem(Kind.DTYPE, info, f"checkpoint {_short(info.dtype)}, model {_short(dtype)} for {where}")
+            detail = f"checkpoint {_dtype_name(info.dtype)}, model {_dtype_name(dtype)} for {where}"
+            self._add_problem(Kind.DTYPE, info, detail)
         if fits and casts:
             _assert_consistent(placement, where)
             self.copies.append(Copy(info, placement, index))
@@ -227,39 +228,40 @@ class _Planner:
         here = {copy.info.name for copy in self.copies} | {problem.name for problem in self.problems}
         return tuple(name for name in self.remote if name not in here)
 
-    def _mark(self, target: Target, part: Part, info: TensorInfo) -> None:
+    def _mark_filled(self, target: Target, part: Part, info: TensorInfo) -> None:
         """Notes a piece that another rank keeps, or that has been reported, so that it does not count as absent."""
-        owner = self._owner(target)
-        if owner is not None and target.expert is None:
-            owner.add(None, part, None, info.name)
+        coverage = self._coverage_of(target)
+        if coverage is not None and target.expert is None:
+            coverage.add_piece(None, part, None, info.name)
 
-    def _owner(self, target: Target) -> Owned | None:
+    def _coverage_of(self, target: Target) -> ParameterCoverage | None:
         module = self.modules.get(target.path)
         param = module._parameters.get(target.leaf) if module is not None else None
-        return self.owned[id(param)] if param is not None else None
+        return self.coverage[id(param)] if param is not None else None
 
     def _filled(self, target: Target) -> bool:
-        owner = self._owner(target)
-        return owner is not None and bool(owner.filled)
+        coverage = self._coverage_of(target)
+        return coverage is not None and bool(coverage.filled)
 
     def _find_overlaps(self) -> None:
-        for rival, copy in overlaps(self.copies):
-            name = self.owned[id(copy.placement.param)].name
-            self._problem(
+        for rival, copy in find_overlaps(self.copies):
+            name = self.coverage[id(copy.placement.param)].name
+            self._add_problem(
                 Kind.OVERLAP,
                 copy.info,
-                f"writes {_words(copy)} of {name}, and {rival.info.name} writes {_words(rival)}",
+                f"writes {_describe_region(copy)} of {name}, and {rival.info.name} writes {_describe_region(rival)}",
             )
 
     def _find_gaps(self) -> None:
-        for owner in self.owned.values():
-            lacking = owner.lacking()
-            if lacking and not owner.filled:
-                self.problems.append(Problem(Kind.MISSING, owner.name))
-            elif lacking:
-                self.problems.append(Problem(Kind.PARTLY_FILLED, owner.name, f"lacks {owner.describe(lacking)}"))
+        for coverage in self.coverage.values():
+            missing = coverage.missing_pieces()
+            if missing and not coverage.filled:
+                self.problems.append(Problem(Kind.MISSING, coverage.name))
+            elif missing:
+                detail = f"lacks {coverage.describe_pieces(missing)}"
+                self.problems.append(Problem(Kind.PARTLY_FILLED, coverage.name, detail))
 
-    def _homeless(self, target: Target) -> str:
+    def _why_homeless(self, target: Target) -> str:
         """Why a target does not exist in the model."""
         module = self.modules.get(target.path)
         if module is None:
@@ -272,23 +274,23 @@ class _Planner:
         expert = "" if target.expert is None else f" of expert {target.expert}"
         return f"{type(module).__name__} does not take {piece}{expert} of {target.name}"
 
-    def _problem(
+    def _add_problem(
         self, kind: Kind, info: TensorInfo, detail: str, got: Shape | None = None, expected: Shape | None = None
     ) -> None:
         self.problems.append(Problem(kind, info.name, detail, got, expected))
 
-    def _evidence(self) -> Evidence:
+    def _diagnosis(self) -> LoadDiagnosis:
         def fits(name: str) -> bool:
             targets = self.weight_map.resolve(name, self.tied)
             if isinstance(targets, Ignored):
                 return targets is TIED
-            return all(self._owner(target) is not None and not self._filled(target) for target in targets)
+            return all(self._coverage_of(target) is not None and not self._filled(target) for target in targets)
 
-        names = tuple(owner.name for owner in self.owned.values())
-        return Evidence(tuple(self.problems), self.inventory.tensors, names, self.weight_map.ties, fits)
+        names = tuple(coverage.name for coverage in self.coverage.values())
+        return LoadDiagnosis(tuple(self.problems), self.inventory.tensors, names, self.weight_map.ties, fits)
 
 
-def _sections(parts: list[Shape], whole: Shape) -> list[Section] | list[None]:
+def _cut_sections(parts: list[Shape], whole: Shape) -> list[Section] | list[None]:
     """Index maps that cut `whole` into pieces of shapes `parts`. ValueError when no dimension allows it.
 
     One value for parts that want one each is every part's; they may also be a vector.
@@ -323,13 +325,13 @@ def _assert_consistent(placement: Placement, where: str) -> None:
     assert taken == put, f"the layer that owns {where} takes {list(taken)} of the tensor for a region of {list(put)}"
 
 
-def _words(copy: Copy) -> str:
+def _describe_region(copy: Copy) -> str:
     """The region that a copy writes: "[4:6, 0:2]", or "all"."""
-    bounds = region(copy)
+    bounds = written_region(copy)
     if bounds == tuple((0, size) for size in copy.placement.param.shape):
         return "all"
     return f"[{', '.join(f'{start}:{stop}' for start, stop in bounds)}]"
 
 
-def _short(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

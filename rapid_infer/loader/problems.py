@@ -38,33 +38,33 @@ class Problem:
     expected: tuple[int, ...] | None = None
 
 
-def report(problems: Sequence[Problem]) -> str:
+def format_problems(problems: Sequence[Problem]) -> str:
     """All problems by kind, one line per group of names that differ only in their numbers."""
     lines: list[str] = []
     for kind in Kind:
         found = [problem for problem in problems if problem.kind is kind]
         if found:
             lines.append(f"{kind.value}: {len(found)}")
-            lines.extend(f"  {line}" for line in _grouped(found))
+            lines.extend(f"  {line}" for line in _group_problems(found))
     return "\n".join(lines)
 
 
-def summary(problems: Sequence[Problem]) -> str:
+def summarize_problems(problems: Sequence[Problem]) -> str:
     """Counts by kind: "36 missing, 2 unexpected"."""
     counts = {kind: sum(problem.kind is kind for problem in problems) for kind in Kind}
     return ", ".join(f"{count} {kind.value.split(' (')[0]}" for kind, count in counts.items() if count)
 
 
-def group(names: Iterable[str]) -> list[str]:
+def group_names(names: Iterable[str]) -> list[str]:
     """Names with their numbers folded: `model.layers.{0..35}.norm.weight (36)`; no name is left out."""
     folded: dict[str, list[Numbers]] = {}
     for name in names:
         numbers = tuple(int(number) for number in NUMBER.findall(name))
         folded.setdefault(NUMBER.sub("{}", name), []).append(numbers)
-    return [line for template, numbers in folded.items() for line in _fold(template, numbers)]
+    return [line for template, numbers in folded.items() for line in _fold_numbers(template, numbers)]
 
 
-def ranges(numbers: Iterable[int]) -> str:
+def format_ranges(numbers: Iterable[int]) -> str:
     """Sorted numbers with runs written as a..b: "0..3,7"."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
@@ -75,7 +75,7 @@ def ranges(numbers: Iterable[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}..{last}" for first, last in runs)
 
 
-def _grouped(problems: list[Problem]) -> list[str]:
+def _group_problems(problems: list[Problem]) -> list[str]:
     by_detail: dict[tuple[str, str], list[Problem]] = {}
     for problem in problems:
         key = (NUMBER.sub("N", problem.name), NUMBER_IN_TEXT.sub("N", problem.detail))
@@ -83,25 +83,25 @@ def _grouped(problems: list[Problem]) -> list[str]:
     lines = []
     for (_, detail), members in by_detail.items():
         detail = members[0].detail if len(members) == 1 else detail
-        for line in group(member.name for member in members):
+        for line in group_names(member.name for member in members):
             lines.append(f"{line}: {detail}" if detail else line)
     return lines
 
 
-def _fold(template: str, numbers: list[Numbers]) -> list[str]:
+def _fold_numbers(template: str, numbers: list[Numbers]) -> list[str]:
     """Boxes of numbers that together are exactly `numbers`."""
     lines = []
-    for box in _boxes(list(dict.fromkeys(numbers))):
+    for box in _number_boxes(list(dict.fromkeys(numbers))):
         count = 1
         fields = []
         for values in box:
             count *= len(values)
-            fields.append(ranges(values) if len(values) == 1 else f"{{{ranges(values)}}}")
-        lines.append(_insert(template, fields) + (f" ({count})" if count > 1 else ""))
+            fields.append(format_ranges(values) if len(values) == 1 else f"{{{format_ranges(values)}}}")
+        lines.append(_insert_fields(template, fields) + (f" ({count})" if count > 1 else ""))
     return lines
 
 
-def _boxes(numbers: list[Numbers]) -> list[tuple[Numbers, ...]]:
+def _number_boxes(numbers: list[Numbers]) -> list[tuple[Numbers, ...]]:
     if not numbers[0]:
         return [()]
     last: dict[Numbers, list[int]] = {}
@@ -110,9 +110,9 @@ def _boxes(numbers: list[Numbers]) -> list[tuple[Numbers, ...]]:
     heads: dict[Numbers, list[Numbers]] = {}
     for head, values in last.items():
         heads.setdefault(tuple(sorted(values)), []).append(head)
-    return [(*box, values) for values, members in heads.items() for box in _boxes(members)]
+    return [(*box, values) for values, members in heads.items() for box in _number_boxes(members)]
 
 
-def _insert(template: str, fields: list[str]) -> str:
+def _insert_fields(template: str, fields: list[str]) -> str:
     parts = template.split("{}")
     return parts[0] + "".join(field + part for field, part in zip(fields, parts[1:]))

@@ -25,7 +25,7 @@ class Ignored:
 
 
 @dataclass(frozen=True)
-class Draft:
+class NameTrace:
     """A name on its way through the table, with what the rules so far have found out about it."""
 
     name: Components
@@ -52,8 +52,8 @@ class Row(NamedTuple):
 class Rule(Protocol):
     """One line of a weight map."""
 
-    def apply(self, draft: Draft) -> tuple[Draft, ...] | Ignored | None:
-        """What becomes of `draft`; None when the rule does not match it."""
+    def apply_rule(self, trace: NameTrace) -> tuple[NameTrace, ...] | Ignored | None:
+        """What becomes of `trace`; None when the rule does not match it."""
         ...
 
     def row(self) -> Row:
@@ -74,8 +74,8 @@ class Rename:
     at_start: bool = False
     index: IndexMap | None = None
 
-    def apply(self, draft: Draft) -> tuple[Draft, ...] | None:
-        name, found = draft.name, False
+    def apply_rule(self, trace: NameTrace) -> tuple[NameTrace, ...] | None:
+        name, found = trace.name, False
         out: list[str] = []
         position = 0
         while position < len(name):
@@ -85,18 +85,18 @@ class Rename:
                 position += 1
             else:
                 found = True
-                out.extend(_fill(self.target, stars))
+                out.extend(_fill_stars(self.target, stars))
                 position += len(self.source)
         if not found or not out:
             return None
-        return (replace(draft, name=tuple(out), index=chain(draft.index, self.index)),)
+        return (replace(trace, name=tuple(out), index=chain(trace.index, self.index)),)
 
     def row(self) -> Row:
         return Row("rename", _dotted(self.source), _dotted(self.target), _note("at start" * self.at_start, self.index))
 
     def samples(self) -> tuple[str, ...]:
         start = "" if self.at_start else "x."
-        return (f"{start}{_concrete(self.source)}.weight",)
+        return (f"{start}{_sample_of(self.source)}.weight",)
 
 
 @dataclass(frozen=True)
@@ -108,14 +108,14 @@ class Stack:
     parts: tuple[Part, ...]
     index: IndexMap | None = None
 
-    def apply(self, draft: Draft) -> tuple[Draft, ...] | None:
-        if draft.placed:
+    def apply_rule(self, trace: NameTrace) -> tuple[NameTrace, ...] | None:
+        if trace.placed:
             return None
         for source, part in zip(self.sources, self.parts):
-            head = _before(source, draft.name[:-1])
+            head = _strip_tail(source, trace.name[:-1])
             if head is not None:
-                name = (*head, *self.target, draft.name[-1])
-                return (replace(draft, name=name, part=part, index=chain(draft.index, self.index)),)
+                name = (*head, *self.target, trace.name[-1])
+                return (replace(trace, name=name, part=part, index=chain(trace.index, self.index)),)
         return None
 
     def row(self) -> Row:
@@ -136,33 +136,33 @@ class Experts:
     index: IndexMap | None = None
     fused: IndexMap | None = None
 
-    def apply(self, draft: Draft) -> tuple[Draft, ...] | None:
-        if draft.placed:
+    def apply_rule(self, trace: NameTrace) -> tuple[NameTrace, ...] | None:
+        if trace.placed:
             return None
         for source, part in (*zip(self.sources, self.parts), (self.target, None)):
-            found = self._one(draft, source, part) or self._all(draft, source, part)
+            found = self._match_one(trace, source, part) or self._match_fused(trace, source, part)
             if found is not None:
                 return (found,)
         return None
 
-    def _one(self, draft: Draft, source: Components, part: Part) -> Draft | None:
+    def _match_one(self, trace: NameTrace, source: Components, part: Part) -> NameTrace | None:
         """`X.experts.E.source.leaf`: one expert."""
-        head = _before(source, draft.name[:-1])
+        head = _strip_tail(source, trace.name[:-1])
         if not head or not head[-1].isdecimal():
             return None
-        above = _before(self.under, head[:-1])
+        above = _strip_tail(self.under, head[:-1])
         if above is None:
             return None
-        name = (*above, *self.under, *self.target, draft.name[-1])
-        return Draft(name, part, int(head[-1]), chain(draft.index, self.index))
+        name = (*above, *self.under, *self.target, trace.name[-1])
+        return NameTrace(name, part, int(head[-1]), chain(trace.index, self.index))
 
-    def _all(self, draft: Draft, source: Components, part: Part) -> Draft | None:
+    def _match_fused(self, trace: NameTrace, source: Components, part: Part) -> NameTrace | None:
         """`X.experts.source`, with or without a leaf: all experts in one tensor."""
-        for stem, leaf in ((draft.name, "weight"), (draft.name[:-1], draft.name[-1])):
-            above = _before((*self.under, *source), stem)
+        for stem, leaf in ((trace.name, "weight"), (trace.name[:-1], trace.name[-1])):
+            above = _strip_tail((*self.under, *source), stem)
             if above is not None:
                 name = (*above, *self.under, *self.target, leaf)
-                return Draft(name, part, None, chain(draft.index, self.fused))
+                return NameTrace(name, part, None, chain(trace.index, self.fused))
         return None
 
     def row(self) -> Row:
@@ -186,13 +186,13 @@ class Split:
     sizes: tuple[int, ...]
     index: IndexMap | None = None
 
-    def apply(self, draft: Draft) -> tuple[Draft, ...] | None:
-        head = _before(self.source, draft.name[:-1])
-        if head is None or draft.placed:
+    def apply_rule(self, trace: NameTrace) -> tuple[NameTrace, ...] | None:
+        head = _strip_tail(self.source, trace.name[:-1])
+        if head is None or trace.placed:
             return None
-        stored = chain(draft.index, self.index)
+        stored = chain(trace.index, self.index)
         return tuple(
-            Draft((*head, *target, draft.name[-1]), part, None, chain(stored, Section(self.sizes, piece)))
+            NameTrace((*head, *target, trace.name[-1]), part, None, chain(stored, Section(self.sizes, piece)))
             for piece, (target, part) in enumerate(self.into)
         )
 
@@ -212,14 +212,14 @@ class Ignore:
     pattern: Components
     why: str
 
-    def apply(self, draft: Draft) -> Ignored | None:
-        return Ignored(self.why) if _match_all(self.pattern, draft.name) else None
+    def apply_rule(self, trace: NameTrace) -> Ignored | None:
+        return Ignored(self.why) if _match_name(self.pattern, trace.name) else None
 
     def row(self) -> Row:
         return Row("ignore", _dotted(self.pattern), "", self.why)
 
     def samples(self) -> tuple[str, ...]:
-        return (_concrete(tuple("x" if part == "**" else part for part in self.pattern)),)
+        return (_sample_of(tuple("x" if part == "**" else part for part in self.pattern)),)
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class Tie:
     source: str
     target: str
 
-    def apply(self, draft: Draft) -> None:
+    def apply_rule(self, trace: NameTrace) -> None:
         return None
 
     def row(self) -> Row:
@@ -245,7 +245,7 @@ def rename(source: str, target: str, *, at_start: bool = False, index: IndexMap 
     `*` in `source` matches one component, and the n-th `*` of `target` is what the n-th matched. `target` "" drops
     the run. `index` says how the stored tensor is laid out. PluginError: empty source, or not as many `*` in both.
     """
-    found, put = _components(source), tuple(target.split(".")) if target else ()
+    found, put = _split_name(source), tuple(target.split(".")) if target else ()
     if put.count("*") not in (0, found.count("*")) or "**" in (*found, *put):
         raise PluginError(f"rename({source!r}, {target!r}): the target must repeat every * of the source, or none")
     return Rename(found, put, at_start, index)
@@ -259,8 +259,8 @@ def stack(
     `parts` defaults to 0, 1, ... in the order of `sources`, or to the whole when there is one source. PluginError:
     empty names, as many parts as sources are needed, or a piece twice.
     """
-    names, pieces = _sources("stack", sources, parts)
-    return Stack(names, _components(target), pieces, index)
+    names, pieces = _pair_sources("stack", sources, parts)
+    return Stack(names, _split_name(target), pieces, index)
 
 
 def experts(
@@ -278,8 +278,8 @@ def experts(
     (then it is "weight") or with one. `parts` as in `stack`. `index` describes tensors of one expert, `fused` tensors
     of all experts. PluginError as in `stack`.
     """
-    names, pieces = _sources("experts", sources, parts)
-    return Experts(names, _components(target), pieces, _components(under), index, fused)
+    names, pieces = _pair_sources("experts", sources, parts)
+    return Experts(names, _split_name(target), pieces, _split_name(under), index, fused)
 
 
 def split(
@@ -294,18 +294,18 @@ def split(
     `into` holds (target module, part); `sizes` are proportions, equal by default, so one rule serves weights, biases
     and block scales. PluginError: nothing to fill, a piece twice, or not one positive size for each.
     """
-    pieces = tuple((_components(target), part) for target, part in into)
+    pieces = tuple((_split_name(target), part) for target, part in into)
     shares = tuple(sizes) if sizes is not None else (1,) * len(pieces)
     if not pieces or len(set(pieces)) < len(pieces) or len(shares) != len(pieces) or min(shares) < 1:
         raise PluginError(
             f"split({source!r}): needs distinct pieces and one positive size for each, got {into}, {sizes}"
         )
-    return Split(_components(source), pieces, shares, index)
+    return Split(_split_name(source), pieces, shares, index)
 
 
 def ignore(pattern: str, why: str) -> Ignore:
     """Tensors whose whole name matches are not wanted; `*` is one component, `**` any run, also an empty one."""
-    return Ignore(_components(pattern), why)
+    return Ignore(_split_name(pattern), why)
 
 
 def tie(source_module: str, target_module: str) -> Tie:
@@ -317,13 +317,13 @@ def tie(source_module: str, target_module: str) -> Tie:
     """
     if source_module == target_module:
         raise PluginError(f"tie({source_module!r}, {target_module!r}): a module cannot be tied to itself")
-    return Tie(_dotted(_components(source_module)), _dotted(_components(target_module)))
+    return Tie(_dotted(_split_name(source_module)), _dotted(_split_name(target_module)))
 
 
-def _sources(
+def _pair_sources(
     kind: str, sources: str | Sequence[str], parts: Sequence[Part] | None
 ) -> tuple[tuple[Components, ...], tuple[Part, ...]]:
-    names = tuple(_components(source) for source in ([sources] if isinstance(sources, str) else sources))
+    names = tuple(_split_name(source) for source in ([sources] if isinstance(sources, str) else sources))
     default: tuple[Part, ...] = (None,) if len(names) == 1 else tuple(range(len(names)))
     pieces = default if parts is None else tuple(parts)
     if not names or len(pieces) != len(names) or len(set(pieces)) < len(pieces) or len(set(names)) < len(names):
@@ -331,7 +331,7 @@ def _sources(
     return names, pieces
 
 
-def _components(dotted: str) -> Components:
+def _split_name(dotted: str) -> Components:
     parts = tuple(dotted.split("."))
     if not all(parts):
         raise PluginError(f"{dotted!r} is not a dotted name")
@@ -346,25 +346,25 @@ def _match_run(pattern: Components, name: Components, position: int) -> Componen
     return tuple(got for want, got in zip(pattern, run) if want == "*")
 
 
-def _match_all(pattern: Components, name: Components) -> bool:
+def _match_name(pattern: Components, name: Components) -> bool:
     if not pattern:
         return not name
     if pattern[0] == "**":
-        return any(_match_all(pattern[1:], name[start:]) for start in range(len(name) + 1))
-    return bool(name) and pattern[0] in ("*", name[0]) and _match_all(pattern[1:], name[1:])
+        return any(_match_name(pattern[1:], name[start:]) for start in range(len(name) + 1))
+    return bool(name) and pattern[0] in ("*", name[0]) and _match_name(pattern[1:], name[1:])
 
 
-def _before(tail: Components, name: Components) -> Components | None:
+def _strip_tail(tail: Components, name: Components) -> Components | None:
     """What stands before `tail` when `name` ends with it."""
     return name[: -len(tail)] if name[-len(tail) :] == tail else None
 
 
-def _fill(target: Components, stars: Components) -> Iterator[str]:
+def _fill_stars(target: Components, stars: Components) -> Iterator[str]:
     rest = iter(stars)
     return (next(rest) if part == "*" else part for part in target)
 
 
-def _concrete(pattern: Components) -> str:
+def _sample_of(pattern: Components) -> str:
     return _dotted(tuple("0" if part == "*" else part for part in pattern))
 
 

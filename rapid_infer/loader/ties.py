@@ -26,7 +26,7 @@ def tied_names(modules: Mapping[str, nn.Module], ties: Iterable[Tie]) -> frozens
     return frozenset(names)
 
 
-def own_parameter(module: nn.Module, leaf: str) -> nn.Parameter:
+def give_own_parameter(module: nn.Module, leaf: str) -> nn.Parameter:
     """Give `module` an uninitialised parameter of its own in place of the one it shares."""
     param = nn.Parameter(torch.empty_like(module.get_parameter(leaf)), requires_grad=False)
     setattr(module, leaf, param)

@@ -23,8 +23,8 @@ from rapid_infer.errors import PluginError
 from rapid_infer.layers.parameter import Part
 from rapid_infer.loader.index_map import IndexMap, interleave, transpose
 from rapid_infer.loader.rules import (
-    Draft,
     Ignored,
+    NameTrace,
     Row,
     Rule,
     Tie,
@@ -102,30 +102,30 @@ class WeightMap:
 
         `tied` names the parameters that a tie rule speaks of and that the model at hand shares with their target.
         """
-        drafts, dropped, _ = self.trace(name)
-        targets = [_target(draft) for draft in drafts]
+        traces, dropped, _ = self.trace_name(name)
+        targets = [_target_of(trace) for trace in traces]
         kept = [target for target in targets if target.name not in tied]
         if targets and not kept:
             return TIED
         return dropped if dropped is not None and not kept else kept
 
-    def trace(self, name: str) -> tuple[tuple[Draft, ...], Ignored | None, tuple[int, ...]]:
+    def trace_name(self, name: str) -> tuple[tuple[NameTrace, ...], Ignored | None, tuple[int, ...]]:
         """What `name` becomes, the reason when it is ignored, and the positions of the rules that matched."""
-        drafts: tuple[Draft, ...] = (Draft(tuple(name.split("."))),)
+        traces: tuple[NameTrace, ...] = (NameTrace(tuple(name.split("."))),)
         dropped: Ignored | None = None
         matched: list[int] = []
         for position, rule in enumerate(self.rules):
-            after: list[Draft] = []
-            for draft in drafts:
-                result = rule.apply(draft)
+            after: list[NameTrace] = []
+            for trace in traces:
+                result = rule.apply_rule(trace)
                 if result is not None:
                     matched.append(position)
                 if isinstance(result, Ignored):
                     dropped = result
                 else:
-                    after.extend(result or (draft,))
-            drafts = tuple(after)
-        return drafts, dropped, tuple(dict.fromkeys(matched))
+                    after.extend(result or (trace,))
+            traces = tuple(after)
+        return traces, dropped, tuple(dict.fromkeys(matched))
 
     def lint(self) -> list[str]:
         """Faults that show without weights: duplicate, ambiguous and shadowed rules, and names that map twice.
@@ -155,5 +155,5 @@ class WeightMap:
         return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
 
 
-def _target(draft: Draft) -> Target:
-    return Target(".".join(draft.name[:-1]), draft.name[-1], draft.part, draft.expert, draft.index)
+def _target_of(trace: NameTrace) -> Target:
+    return Target(".".join(trace.name[:-1]), trace.name[-1], trace.part, trace.expert, trace.index)

@@ -25,9 +25,9 @@ from rapid_infer.loader import (
     transpose,
 )
 from rapid_infer.loader.copies import Copy
-from rapid_infer.loader.coverage import overlaps
+from rapid_infer.loader.coverage import find_overlaps
 from rapid_infer.loader.headers import TensorInfo
-from rapid_infer.loader.problems import Kind, group, ranges
+from rapid_infer.loader.problems import Kind, format_ranges, group_names
 
 HIDDEN, HEAD, EXPERTS, LAYERS, VOCAB = 8, 4, 4, 3, 12
 QKV_ROWS = {"q": 16, "k": 8, "v": 8}
@@ -708,7 +708,7 @@ def test_overlaps_are_found_wherever_two_copies_meet() -> None:
             where[int(copy.placement.param is params[1])][copy.placement.target] = 1
         meet = {(a, b) for a in range(len(copies)) for b in range(len(copies)) if (written[a] * written[b]).any()}
         clash = {b for a, b in meet if a != b}
-        found = [(copies.index(one), copies.index(other)) for one, other in overlaps(copies)]
+        found = [(copies.index(one), copies.index(other)) for one, other in find_overlaps(copies)]
         assert set(found) <= meet
         assert {number for pair in found for number in pair} <= clash
         # One of those that meet may stay.
@@ -875,9 +875,9 @@ def test_extra_layers(tmp_path: Path) -> None:
 
 
 def test_groups_leave_no_name_out() -> None:
-    assert group(["a.0.b", "a.1.b", "a.2.b", "a.5.b"]) == ["a.{0..2,5}.b (4)"]
-    assert group(["a.3.b", "c"]) == ["a.3.b", "c"]
-    assert group([f"l.{i}.e.{j}.w" for i in range(3) for j in range(4)]) == ["l.{0..2}.e.{0..3}.w (12)"]
-    assert group(["l.0.e.0", "l.0.e.1", "l.1.e.1"]) == ["l.0.e.{0..1} (2)", "l.1.e.1"]
-    assert group(["7", "8", "w13.x"]) == ["{7..8} (2)", "w13.x"]
-    assert ranges([4, 1, 2, 9, 1]) == "1..2,4,9"
+    assert group_names(["a.0.b", "a.1.b", "a.2.b", "a.5.b"]) == ["a.{0..2,5}.b (4)"]
+    assert group_names(["a.3.b", "c"]) == ["a.3.b", "c"]
+    assert group_names([f"l.{i}.e.{j}.w" for i in range(3) for j in range(4)]) == ["l.{0..2}.e.{0..3}.w (12)"]
+    assert group_names(["l.0.e.0", "l.0.e.1", "l.1.e.1"]) == ["l.0.e.{0..1} (2)", "l.1.e.1"]
+    assert group_names(["7", "8", "w13.x"]) == ["{7..8} (2)", "w13.x"]
+    assert format_ranges([4, 1, 2, 9, 1]) == "1..2,4,9"
