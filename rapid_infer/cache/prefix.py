@@ -26,9 +26,9 @@ class HashExtra:
     digest: bytes
 
 
-def root(block_size: int, extra: bytes = b"") -> bytes:
-    """Start of a chain. `extra` keeps apart whole sequences that must not share: an adapter, a salt."""
-    return blake2b(block_size.to_bytes(4, "little") + extra, digest_size=16).digest()
+def root(block_size: int, cache_salt: bytes = b"") -> bytes:
+    """Start of a chain. `cache_salt` keeps apart whole sequences that must not share."""
+    return blake2b(block_size.to_bytes(4, "little") + cache_salt, digest_size=16).digest()
 
 
 def extend(

@@ -30,7 +30,7 @@ class Request:
     """What the host knows of a sequence. While it runs, its counters and new tokens live in `rows`, at `row`.
 
     `prompt_token_ids` `[n]`, never written to. `seed` and `sample_index` key the sampler's noise. `limit`: the total
-    length at which it ends. `share_key` None means that its blocks are not offered to others; equal keys may share,
+    length at which it ends. `cache_salt` None means that its blocks are not offered to others; equal ones may share,
     where `extras`, which tell apart what has equal ids, are equal too. `mask` limits what may be chosen. `in_flight`:
     tokens sampled but not collected when it was preempted. `num_scored`: prompt tokens whose log-probabilities are on
     their way.
@@ -43,7 +43,7 @@ class Request:
     limit: int
     seed: int = 0
     sample_index: int = 0
-    share_key: bytes | None = b""
+    cache_salt: bytes | None = b""
     extras: tuple[HashExtra, ...] = ()
     mask: TokenMask | None = None
     status: RequestStatus = RequestStatus.WAITING

@@ -190,7 +190,7 @@ class Scheduler:
             request.num_cached_tokens = hits * size
             self.cache.hit_tokens += hits * size
             self.cache.queried_tokens += total
-        cached = NOT_SHARED if request.share_key is None else hits
+        cached = NOT_SHARED if request.cache_salt is None else hits
         row = self.rows.take(request, hits * size, hits * size, cached)
         builder.add_row(row, hits * size, request)
         builder.add_blocks(row, 0, blocks)
@@ -200,13 +200,13 @@ class Scheduler:
         return grant
 
     def _hashes(self, request: Request, total: int) -> list[bytes]:
-        if request.share_key is None:
+        if request.cache_salt is None:
             return []
         size, chain = self.cache.block_size, request.block_hashes
         if len(chain) < total // size:
             if not chain:
                 chain += self._hashed_before(request)
-            parent = chain[-1] if chain else prefix.root(size, request.share_key)
+            parent = chain[-1] if chain else prefix.root(size, request.cache_salt)
             first = len(chain) * size
             prefix.extend(chain, parent, request.tokens(first, total), size, request.extras, first)
         return chain
@@ -214,7 +214,7 @@ class Scheduler:
     def _hashed_before(self, request: Request) -> list[bytes]:
         """Hashes of the blocks that it has in common with the request hashed last: many begin with the same text."""
         last, self._hashed = self._hashed, request
-        if last is None or last.share_key != request.share_key:
+        if last is None or last.cache_salt != request.cache_salt:
             return []
         n = min(len(last.prompt_token_ids), len(request.prompt_token_ids))
         differ = last.prompt_token_ids[:n] != request.prompt_token_ids[:n]
@@ -238,7 +238,7 @@ class Scheduler:
             request, computed = rows.owner(row), int(rows.computed[row])
             whole = computed == rows.capacity[row] and computed <= rows.collected[row]
             prompt = len(request.prompt_token_ids)
-            if whole and request.share_key is not None and self.cache.keeps(computed, prompt):
+            if whole and request.cache_salt is not None and self.cache.keeps(computed, prompt):
                 digest = self._hashes(request, computed)[computed // size - 1]
                 self.cache.checkpoint(request.blocks, computed, prompt, digest)
 

@@ -136,10 +136,10 @@ class InputProcessor:
         limit = facts.max_model_len
         if params.max_tokens is not None:
             limit = min(limit, len(prompt) + params.max_tokens)
-        share: bytes | None = b""
+        salt: bytes | None = b""
         if not facts.enable_prefix_caching:
             # Without prefix caching the n rows of one prompt still share its blocks, but only with each other.
-            share = f"request {arrival}".encode() if params.n > 1 else None
+            salt = f"request {arrival}".encode() if params.n > 1 else None
         if index > 0 and params.prompt_logprobs is not None:
             # The first completion scores the prompt for all of them, and the others may share its blocks.
             params = replace(params, prompt_logprobs=None)
@@ -155,7 +155,7 @@ class InputProcessor:
             limit=limit,
             seed=params.seed if params.seed is not None else mix_seed(facts.seed, arrival),
             sample_index=index,
-            share_key=share,
+            cache_salt=salt,
         )
 
 

@@ -40,7 +40,7 @@ class AddRequest(msgspec.Struct, tag="add"):
     limit: int
     seed: int
     sample_index: int
-    share_key: bytes | None
+    cache_salt: bytes | None
     extras: tuple[HashExtra, ...] = ()
 
 
@@ -186,7 +186,7 @@ def pack_request(request: Request) -> AddRequest:
         request.limit,
         request.seed,
         request.sample_index,
-        request.share_key,
+        request.cache_salt,
         request.extras,
     )
 
@@ -201,7 +201,7 @@ def unpack_request(message: AddRequest) -> Request:
         message.limit,
         message.seed,
         message.sample_index,
-        message.share_key,
+        message.cache_salt,
         message.extras,
     )
 

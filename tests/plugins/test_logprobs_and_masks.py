@@ -240,7 +240,8 @@ def run_core(llm, requests):
 def core_requests(jobs, mask):
     requests = []
     for n, one in enumerate(jobs):
-        made = Request(str(n), np.array(one.prompt, np.int32), one.params, (), len(one.prompt) + LENGTH, share_key=None)
+        ids = np.array(one.prompt, np.int32)
+        made = Request(str(n), ids, one.params, (), len(ids) + LENGTH, cache_salt=None)
         made.mask = mask() if one.allowed else None
         requests.append(made)
     return requests

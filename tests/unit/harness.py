@@ -55,7 +55,9 @@ def make_request(
 ) -> Request:
     limit = len(prompt) + max_tokens
     ids = np.array(prompt, np.int32)
-    return Request(name, ids, params, stop, limit, sample_index=sample_index, share_key=share, extras=extras, mask=mask)
+    request = Request(name, ids, params, stop, limit, sample_index=sample_index, cache_salt=share, extras=extras)
+    request.mask = mask
+    return request
 
 
 class Harness:

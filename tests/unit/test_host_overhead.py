@@ -144,7 +144,7 @@ def steady_engine(queue_depth: int, executor: type[StubExecutor] = StubExecutor)
     core = idle_engine(queue_depth, executor)
     for i in range(ROWS):
         prompt = np.full(16 + i % BLOCK_SIZE, 1 + i % 7, np.int32)
-        core.add_request(Request(str(i), prompt, SamplingParams(temperature=0), (7,), MAX_LEN, share_key=b"%d" % i))
+        core.add_request(Request(str(i), prompt, SamplingParams(temperature=0), (7,), MAX_LEN, cache_salt=b"%d" % i))
     for _ in range(10):
         core.step()
     assert len(core.scheduler.running) == ROWS

@@ -163,7 +163,7 @@ def test_generated_tokens_are_shared_as_well(drafts: int, block_size: int, depth
 
 
 @pytest.mark.parametrize("share", [(None, None), (b"x", None), (b"x", b"y")])
-def test_other_share_keys_share_nothing(share: tuple[bytes | None, bytes | None]) -> None:
+def test_other_cache_salts_share_nothing(share: tuple[bytes | None, bytes | None]) -> None:
     engine = Harness()
     for name, key in zip("ab", share):
         engine.add(name, prompt(20), 1, share=key)

@@ -137,11 +137,11 @@ def check_tokens(engine: Harness, seed: int) -> None:
             assert got == expected, f"seed {seed}: request {name}"
         else:
             assert got == expected[: len(got)], f"seed {seed}: request {name}"
-        if request.share_key is not None:
+        if request.cache_salt is not None:
             size = engine.cache.block_size
             chain: list[bytes] = []
             tokens = [*request.prompt_token_ids.tolist(), *got]
-            prefix.extend(chain, prefix.root(size, request.share_key), tokens, size)
+            prefix.extend(chain, prefix.root(size, request.cache_salt), tokens, size)
             assert request.block_hashes == chain[: len(request.block_hashes)], f"seed {seed}: request {name}"
 
 
