@@ -65,7 +65,8 @@ def inspect(
 def examine(model: str, **kwargs: Any) -> Inspection:
     """Build `model` on the meta device and plan its loading. Keyword arguments as for `LLM`."""
     from rapid_infer.config import EngineArgs
-    from rapid_infer.loader import Inventory, plan_load
+    from rapid_infer.loader.inventory import Inventory
+    from rapid_infer.loader.plan import plan_load
     from rapid_infer.startup import configure, locate
     from rapid_infer.worker.build import build_model, cache_demand, cache_groups
 

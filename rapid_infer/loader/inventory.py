@@ -16,8 +16,6 @@ from safetensors import SafetensorError, safe_open
 from rapid_infer.errors import WeightError
 from rapid_infer.loader.headers import TensorInfo, load_bin, read_header, refuse_rubbish
 
-__all__ = ["Inventory", "Reader", "TensorInfo"]
-
 SINGLE = ("model.safetensors", "pytorch_model.bin")
 INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 LISTED = 20

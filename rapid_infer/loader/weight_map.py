@@ -21,34 +21,8 @@ from dataclasses import dataclass
 
 from rapid_infer.errors import PluginError
 from rapid_infer.layers.parameter import Part
-from rapid_infer.loader.index_map import IndexMap, interleave, transpose
-from rapid_infer.loader.rules import (
-    Ignored,
-    NameTrace,
-    Row,
-    Rule,
-    Tie,
-    experts,
-    ignore,
-    rename,
-    split,
-    stack,
-    tie,
-)
-
-__all__ = [
-    "Ignored",
-    "Target",
-    "WeightMap",
-    "experts",
-    "ignore",
-    "interleave",
-    "rename",
-    "split",
-    "stack",
-    "tie",
-    "transpose",
-]
+from rapid_infer.loader.index_map import IndexMap
+from rapid_infer.loader.rules import Ignored, NameTrace, Row, Rule, Tie
 
 TIED = Ignored("tied")
 

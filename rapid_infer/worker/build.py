@@ -20,7 +20,9 @@ from rapid_infer.errors import ConfigError, PluginError
 from rapid_infer.layers.attention import CachedModule
 from rapid_infer.layers.context import BuildContext
 from rapid_infer.layers.matrix import MatrixModule
-from rapid_infer.loader import LoadReport, finalize, load_dummy, load_weights, terminal_bar
+from rapid_infer.loader.dummy import load_dummy
+from rapid_infer.loader.load import LoadReport, finalize, load_weights
+from rapid_infer.loader.progress import terminal_bar
 from rapid_infer.models.checkpoint import Checkpoint
 from rapid_infer.ops.registry import OpResolver
 from rapid_infer.profiling import traced

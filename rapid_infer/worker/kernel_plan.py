@@ -18,7 +18,7 @@ from rapid_infer.config import EngineConfig
 from rapid_infer.engine.row_fields import SamplingFeatures
 from rapid_infer.engine.step_plan import PromptScores, StepPlan
 from rapid_infer.layers.stack import distinct_layers
-from rapid_infer.loader import finalize
+from rapid_infer.loader.load import finalize
 from rapid_infer.models.checkpoint import Checkpoint
 from rapid_infer.worker import build
 from rapid_infer.worker.graph_runner import DECODE, GREEDY, GraphRunner, asks_for_context

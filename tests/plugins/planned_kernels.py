@@ -22,7 +22,7 @@ from rapid_infer import LLM
 from rapid_infer.config import CheckpointFacts, DeviceFacts, EngineArgs, EngineConfig
 from rapid_infer.device import GpuFacts, assume_gpu
 from rapid_infer.engine.step_plan import StepPlan
-from rapid_infer.loader import finalize
+from rapid_infer.loader.load import finalize
 from rapid_infer.models.checkpoint import Checkpoint, read_checkpoint
 from rapid_infer.ops.providers import triton as triton_ops
 from rapid_infer.registry import ModelRegistry

@@ -9,7 +9,9 @@ import torch
 
 from rapid_infer.layers.batch import ForwardBatch
 from rapid_infer.layers.context import BuildContext
-from rapid_infer.loader import Inventory, load_weights, plan_load
+from rapid_infer.loader.inventory import Inventory
+from rapid_infer.loader.load import load_weights
+from rapid_infer.loader.plan import plan_load
 from rapid_infer.models.checkpoint import read_checkpoint
 from rapid_infer.ops import OpResolver
 from rapid_infer.parallel import ParallelState

@@ -16,7 +16,7 @@ from rapid_infer.layers.decoder import DecoderConfig, DecoderLayer, DecoderModel
 from rapid_infer.layers.mlp import GatedMLP
 from rapid_infer.layers.parameter import Elsewhere
 from rapid_infer.layers.stack import distinct_layers
-from rapid_infer.loader import load_dummy
+from rapid_infer.loader.dummy import load_dummy
 from rapid_infer.ops import OpResolver
 from rapid_infer.parallel import ParallelState
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from rapid_infer.loader import finalize, load_dummy
+from rapid_infer.loader.dummy import load_dummy
+from rapid_infer.loader.load import finalize
 
 
 def holder(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -62,7 +63,7 @@ def test_the_global_random_state_is_left_alone() -> None:
 
 def test_another_process_makes_the_same_values() -> None:
     code = (
-        "import torch\nfrom torch import nn\nfrom rapid_infer.loader import load_dummy\n"
+        "import torch\nfrom torch import nn\nfrom rapid_infer.loader.dummy import load_dummy\n"
         "m = nn.ModuleDict({'a': nn.Linear(16, 16, bias=False)})\nload_dummy(m)\n"
         "print(m['a'].weight.double().sum().item())"
     )

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from rapid_infer.errors import WeightError
-from rapid_infer.loader import Inventory
+from rapid_infer.loader.inventory import Inventory
 
 TENSORS = {
     "model.embed_tokens.weight": torch.arange(60, dtype=torch.float32).reshape(10, 6),

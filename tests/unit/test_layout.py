@@ -12,7 +12,9 @@ from rapid_infer.errors import ConfigError, WeightError
 from rapid_infer.layers.context import BuildContext
 from rapid_infer.layers.layout import ExpertAxis, MatrixLayout, Shard, cut, whole
 from rapid_infer.layers.linear import Linear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from rapid_infer.loader import WeightMap, load_weights, stack
+from rapid_infer.loader.load import load_weights
+from rapid_infer.loader.rules import stack
+from rapid_infer.loader.weight_map import WeightMap
 from rapid_infer.ops.registry import OpResolver
 from rapid_infer.parallel.state import ParallelState
 from rapid_infer.quant import IN, OUT, PART, Dim, ParamSpec, PlainMethod

@@ -13,18 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rapid_infer.errors import WeightError
 from rapid_infer.layers.parameter import Placement
-from rapid_infer.loader import (
-    WeightMap,
-    experts,
-    interleave,
-    load_weights,
-    rename,
-    split,
-    stack,
-    terminal_bar,
-    tie,
-    transpose,
-)
+from rapid_infer.loader.index_map import interleave, transpose
+from rapid_infer.loader.load import load_weights
+from rapid_infer.loader.progress import terminal_bar
+from rapid_infer.loader.rules import experts, rename, split, stack, tie
+from rapid_infer.loader.weight_map import WeightMap
 
 HIDDEN, EXPERTS, VOCAB = 8, 4, 10
 QKV_ROWS = {"q": 16, "k": 8, "v": 8}
@@ -466,7 +459,10 @@ import sys, torch
 from contextlib import contextmanager
 from torch import nn
 from rapid_infer.layers.parameter import Placement
-from rapid_infer.loader import WeightMap, load_weights, rename, transpose
+from rapid_infer.loader.index_map import transpose
+from rapid_infer.loader.load import load_weights
+from rapid_infer.loader.rules import rename
+from rapid_infer.loader.weight_map import WeightMap
 
 def anonymous():
     line = next(line for line in open("/proc/self/status") if line.startswith("RssAnon"))

@@ -11,23 +11,15 @@ from torch import nn
 from rapid_infer.errors import WeightError
 from rapid_infer.layers.parameter import Elsewhere, Placement
 from rapid_infer.layers.stack import LayerStack
-from rapid_infer.loader import (
-    Inventory,
-    LoadPlan,
-    WeightMap,
-    experts,
-    ignore,
-    plan_load,
-    rename,
-    split,
-    stack,
-    tie,
-    transpose,
-)
 from rapid_infer.loader.copies import Copy
 from rapid_infer.loader.coverage import find_overlaps
 from rapid_infer.loader.headers import TensorInfo
+from rapid_infer.loader.index_map import transpose
+from rapid_infer.loader.inventory import Inventory
+from rapid_infer.loader.plan import LoadPlan, plan_load
 from rapid_infer.loader.problems import Kind, format_ranges, group_names
+from rapid_infer.loader.rules import experts, ignore, rename, split, stack, tie
+from rapid_infer.loader.weight_map import WeightMap
 
 HIDDEN, HEAD, EXPERTS, LAYERS, VOCAB = 8, 4, 4, 3, 12
 QKV_ROWS = {"q": 16, "k": 8, "v": 8}

@@ -6,20 +6,9 @@ import pytest
 import torch
 
 from rapid_infer.errors import PluginError
-from rapid_infer.loader import (
-    Ignored,
-    Target,
-    WeightMap,
-    experts,
-    ignore,
-    interleave,
-    rename,
-    split,
-    stack,
-    tie,
-    transpose,
-)
-from rapid_infer.loader.index_map import Chain, Section, full_slices, sliced_shape
+from rapid_infer.loader.index_map import Chain, Section, full_slices, interleave, sliced_shape, transpose
+from rapid_infer.loader.rules import Ignored, experts, ignore, rename, split, stack, tie
+from rapid_infer.loader.weight_map import Target, WeightMap
 
 QKV = stack(("q_proj", "k_proj", "v_proj"), "qkv_proj", parts=("q", "k", "v"))
 GATE_UP = stack(("gate_proj", "up_proj"), "gate_up_proj")
