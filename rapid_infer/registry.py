@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import pkgutil
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -55,18 +56,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Duplicate:
-    """One distribution found twice: Python, and so the table, uses the first and hides the other."""
-
-    distribution: str
-    used: str
-    hidden: str
-    same: bool
-    """Whether both declare the same entries; if not, one of them is stale."""
-
-
-@dataclass(frozen=True)
-class _Found:
+class Installed:
     """One distribution on the path, seen through one group (`targets` is empty when it does not declare the group)."""
 
     name: str
@@ -82,14 +72,6 @@ class _Found:
             Entry(name, target, self.name, self.version, "entry point", self.location, self.requires, self.fault)
             for name, target in self.targets.items()
         ]
-
-
-@dataclass(frozen=True)
-class _Scan:
-    entries: dict[str, list[Entry]] = field(default_factory=dict)
-    hidden: dict[str, Entry] = field(default_factory=dict)
-    duplicates: list[Duplicate] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
 
 
 class EntryPointTable:
@@ -116,33 +98,44 @@ class EntryPointTable:
         self._registered: dict[str, Entry] = {}
 
     @cached_property
-    def _scan(self) -> _Scan:
-        return _scan(self.group, self._path)
+    def _scan(self) -> tuple[dict[str, Installed], list[Installed]]:
+        """The distributions that Python uses, by name, and later copies on the path, which these hide."""
+        used: dict[str, Installed] = {}
+        hidden: list[Installed] = []
+        for location, dist in _distributions(self._path):
+            found = _inspect(dist, self.group, location)
+            if used.setdefault(_normal(found.name), found) is not found:
+                hidden.append(found)
+        return used, hidden
 
     def names(self) -> list[str]:
         """All names, sorted; one that two distributions claim appears once."""
-        return sorted(self._scan.entries.keys() | self._registered.keys())
+        used, _ = self._scan
+        return sorted({name for found in used.values() for name in found.targets} | self._registered.keys())
 
     def entries(self) -> list[Entry]:
         """All entries by name; clashing ones all appear, overridden and hidden ones do not."""
         return [entry for name in self.names() for entry in self.candidates(name)]
 
-    def duplicates(self) -> list[Duplicate]:
-        """Distributions found more than once where at least one copy declares the group."""
-        return self._scan.duplicates
+    def duplicates(self) -> list[tuple[Installed, Installed]]:
+        """Copies of a distribution that are hidden, each after the one that is used."""
+        used, hidden = self._scan
+        return [(used[_normal(found.name)], found) for found in hidden]
 
     def faults(self) -> list[str]:
         """Distributions of the group whose metadata cannot be read, one line each."""
-        return self._scan.faults
+        used, _ = self._scan
+        return [f"{found.location}: {found.fault}" for found in used.values() if found.fault]
 
     def candidates(self, name: str, distribution: str | None = None) -> list[Entry]:
         """The entries that could serve `name`; a `distribution` leaves only what that one installs."""
         if distribution is None and name in self._registered:
             return [self._registered[name]]
-        found = self._scan.entries.get(name, [])
-        return [e for e in found if distribution is None or _normal(e.distribution or "") == _normal(distribution)]
+        used, _ = self._scan
+        found = used.values() if distribution is None else filter(None, [used.get(_normal(distribution))])
+        return [entry for one in found for entry in one.entries() if entry.name == name]
 
-    def lookup(self, name: str, *, distribution: str | None = None) -> Entry:
+    def lookup(self, name: str, distribution: str | None = None) -> Entry:
         """The one entry for `name`, nothing imported.
 
         Raises PluginError when nothing provides it, or when two distributions do and `distribution` does not pin one.
@@ -164,10 +157,7 @@ class EntryPointTable:
         if entry.fault:
             raise PluginError(f"{label}{entry.fault}; reinstall {entry.distribution}")
         _check_requirements(label, entry)
-        try:
-            return _import(entry.target)
-        except (Exception, SystemExit) as error:
-            raise PluginError(f"{label}cannot load {entry.target} ({entry.origin}): {reason(error)}") from error
+        return load_target(entry.target, label, f" ({entry.origin})")
 
     def register(self, name: str, target: str, *, override: bool = False) -> None:
         """Add an entry for this process, as the string `pkg.mod:Attr`; nothing is imported.
@@ -212,10 +202,10 @@ class EntryPointTable:
         lines = [f"no installed plugin provides {self._what} {name!r}; installed: {', '.join(names) or 'none'}"]
         if near := _near(name, names):
             lines.append(f"did you mean {' or '.join(near)}?")
-        if name in self._scan.hidden:
-            entry = self._scan.hidden[name]
+        _, hidden = self._scan
+        if stale := next((entry for found in hidden for entry in found.entries() if entry.name == name), None):
             lines.append(
-                f"{entry.origin} declares it in {entry.location}, but an older copy of its metadata comes first on the "
+                f"{stale.origin} declares it in {stale.location}, but an older copy of its metadata comes first on the "
                 "path: see `rapid-infer models --check`"
             )
         if package := self._known.get(name):
@@ -227,41 +217,41 @@ class EntryPointTable:
         return "; ".join(lines)
 
 
-class ModelTable:
+class ModelTable(EntryPointTable):
     """Which class serves an architecture. All methods but `resolve` and `load` run no plugin code."""
 
     def __init__(self, path: list[str] | None = None) -> None:
-        self.table = EntryPointTable(
+        super().__init__(
             "rapid_infer.models", path, what="architecture", pin_option="--model-plugin", known=KNOWN_PLUGINS
         )
 
     def architectures(self) -> list[str]:
         """The architectures that are installed or registered, sorted, without the fallback."""
-        return [name for name in self.table.names() if name != FALLBACK]
+        return [name for name in self.names() if name != FALLBACK]
 
-    def lookup(self, arch: str, plugin: str | None = None, model_impl: str = "plugin") -> Entry:
-        """The entry for `arch`, or with `model_impl` auto else, with fallback in any case, the one named `*`; from the
-        distribution `plugin` if given.
+    def lookup(self, name: str, distribution: str | None = None, model_impl: str = "plugin") -> Entry:
+        """The entry for the architecture `name`, of `distribution` if given.
 
-        Raises PluginError when there is none, or when two distributions provide it and `plugin` does not choose.
+        With `model_impl` auto the entry named `*` where there is no other, with fallback in any case. Raises
+        PluginError when there is none, or when two distributions provide it and `distribution` does not choose.
         """
-        if model_impl == "plugin" or (model_impl == "auto" and self.table.candidates(arch, plugin)):
-            return self.table.lookup(arch, distribution=plugin)
-        if plugin is None and not self.table.candidates(FALLBACK):
-            raise PluginError(self._no_fallback(arch, model_impl))
-        return self.table.lookup(FALLBACK, distribution=plugin)
+        if model_impl == "plugin" or (model_impl == "auto" and self.candidates(name, distribution)):
+            return super().lookup(name, distribution)
+        if distribution is None and not self.candidates(FALLBACK):
+            raise PluginError(self._no_fallback(name, model_impl))
+        return super().lookup(FALLBACK, distribution)
 
     def _no_fallback(self, arch: str, model_impl: str) -> str:
-        plugins = [entry.origin for entry in self.table.candidates(arch)]
-        other = f"{arch} comes from {', '.join(plugins)}" if plugins else self.table.missing(arch)
+        plugins = [entry.origin for entry in self.candidates(arch)]
+        other = f"{arch} comes from {', '.join(plugins)}" if plugins else self.missing(arch)
         return (
             f"model_impl={model_impl!r}: no installed plugin serves as a fallback for any architecture, which is an "
-            f"entry named {FALLBACK!r} of {self.table.group}; {other}"
+            f"entry named {FALLBACK!r} of {self.group}; {other}"
         )
 
     def load(self, entry: Entry) -> type:
         """Import the entry's module and return its class; PluginError as in `EntryPointTable.load`, or if no class."""
-        loaded = self.table.load(entry)
+        loaded = super().load(entry)
         if not isinstance(loaded, type):
             kind = type(loaded).__name__
             raise PluginError(f"architecture {entry.name!r}: {entry.target} ({entry.origin}) is a {kind}, not a class")
@@ -271,40 +261,27 @@ class ModelTable:
         """`load(lookup(...))`: imports exactly one module. Raises PluginError."""
         return self.load(self.lookup(arch, plugin, model_impl))
 
-    def register(self, arch: str, target: str, *, override: bool = False) -> None:
-        """Add `pkg.mod:Class` for this process; the rules are those of `EntryPointTable.register`."""
-        self.table.register(arch, target, override=override)
-
-    def unregister(self, arch: str) -> None:
-        """Take back `register`. Raises PluginError if `arch` was not registered."""
-        self.table.unregister(arch)
-
 
 ModelRegistry = ModelTable()
 """The models of this process."""
 
 
-def load_target(target: str) -> object:
-    """Import `pkg.mod:Attr` and return the attribute, asking no registry; PluginError with the cause if that fails."""
+def load_target(target: str, label: str = "", origin: str = "") -> object:
+    """Import `pkg.mod:Attr` and return the attribute, asking no registry; PluginError with the cause if that fails.
+
+    `label` and `origin` say in the message what it is for and where it comes from.
+    """
     try:
-        return _import(target)
+        if not _TARGET.fullmatch(target):
+            raise ValueError(f"a target looks like 'pkg.mod:Attr', got {target!r}")
+        return pkgutil.resolve_name(target)
     except (Exception, SystemExit) as error:
-        raise PluginError(f"cannot load {target}: {reason(error)}") from error
-
-
-def _import(target: str) -> object:
-    match = _TARGET.fullmatch(target)
-    if not match:
-        raise ValueError(f"a target looks like 'pkg.mod:Attr', got {target!r}")
-    value: object = importlib.import_module(match[1])
-    for part in match[2].split("."):
-        value = getattr(value, part)
-    return value
+        raise PluginError(f"{label}cannot load {target}{origin}: {reason(error)}") from error
 
 
 def reason(error: BaseException) -> str:
     """Type, text, and the deepest line that is not import machinery: a bare AttributeError says too little."""
-    skip = {_import.__code__.co_filename, importlib.import_module.__code__.co_filename}
+    skip = {__file__, importlib.__file__, pkgutil.__file__}
     place = ""
     trace = error.__traceback__
     while trace:
@@ -352,34 +329,6 @@ def _normal(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
-def _scan(group: str, path: list[str] | None) -> _Scan:
-    scan = _Scan()
-    first: dict[str, _Found] = {}
-    for location, dist in _distributions(path):
-        found = _inspect(dist, group, location)
-        used = first.setdefault(_normal(found.name), found)
-        if used is not found:
-            _note_duplicate(scan, used, found)
-            continue
-        for entry in found.entries():
-            scan.entries.setdefault(entry.name, []).append(entry)
-        if found.fault:
-            scan.faults.append(f"{found.location}: {found.fault}")
-    return scan
-
-
-def _note_duplicate(scan: _Scan, used: _Found, found: _Found) -> None:
-    # One folder may be on the path twice, also through a link.
-    if os.path.realpath(used.location) == os.path.realpath(found.location):
-        return
-    if used.targets or found.targets:
-        same = used.targets == found.targets
-        scan.duplicates.append(Duplicate(found.name, used.location, found.location, same))
-    for entry in found.entries():
-        if entry.name not in used.targets:
-            scan.hidden.setdefault(entry.name, entry)
-
-
 def _distributions(path: list[str] | None) -> list[tuple[str, Distribution]]:
     """All distributions in path order, and in a fixed order inside a folder, where Python's is that of the disk."""
     from importlib import metadata
@@ -396,23 +345,23 @@ def _distributions(path: list[str] | None) -> list[tuple[str, Distribution]]:
     return [(location, dist) for _, location, dist in sorted(found, key=lambda item: item[0])]
 
 
-def _inspect(dist: Distribution, group: str, location: str) -> _Found:
+def _inspect(dist: Distribution, group: str, location: str) -> Installed:
     """METADATA is parsed only for a distribution that declares the group; for the others the file name must do."""
     name, release = _split_file_name(location)
     try:
         if group not in (dist.read_text("entry_points.txt") or ""):
-            return _Found(name, release, location)
+            return Installed(name, release, location)
         points = dist.entry_points.select(group=group)
         targets = {point.name: point.value.partition("[")[0].strip() for point in points}
     except Exception as error:
         if isinstance(error, UnicodeDecodeError) and group.encode() not in error.object:
-            return _Found(name, release, location)
-        return _Found(name, release, location, fault=_unreadable("entry_points.txt", error))
+            return Installed(name, release, location)
+        return Installed(name, release, location, fault=_unreadable("entry_points.txt", error))
     try:
         name, release, requires = _read_metadata(dist)
     except Exception as error:
-        return _Found(name, release, location, targets, fault=_unreadable("METADATA", error))
-    return _Found(name, release, location, targets, requires)
+        return Installed(name, release, location, targets, fault=_unreadable("METADATA", error))
+    return Installed(name, release, location, targets, requires)
 
 
 def _unreadable(file: str, error: Exception) -> str:

@@ -72,7 +72,7 @@ def operators() -> str:
 
 
 def models() -> str:
-    entries = [e for e in ModelRegistry.table.entries() if e.distribution in OUR_PLUGINS]
+    entries = [e for e in ModelRegistry.entries() if e.distribution in OUR_PLUGINS]
     return table(
         ("architecture", "package", "class"), [(f"`{e.name}`", e.distribution, f"`{e.target}`") for e in entries]
     )

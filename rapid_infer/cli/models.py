@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -15,7 +16,7 @@ import typer
 
 from rapid_infer import registry
 from rapid_infer.errors import PluginError
-from rapid_infer.registry import API_VERSION, Duplicate, Entry, EntryPointTable, ModelTable
+from rapid_infer.registry import API_VERSION, Entry, EntryPointTable, ModelTable
 from rapid_infer.version import __version__
 
 
@@ -40,27 +41,26 @@ def models(
     what the runtime calls, a plugin that asks for another rapid-infer, two plugins for one architecture, stale or
     unreadable metadata.
     """
-    model_table = registry.ModelRegistry
-    findings = _check_with_progress(model_table) if check else None
+    table = registry.ModelRegistry
+    findings = _check_with_progress(table) if check else None
     broken = [finding for finding in findings or [] if finding.kind != "note"]
     if as_json:
-        print(json.dumps(_report(model_table.table, findings), indent=2))
+        print(json.dumps(_report(table, findings), indent=2))
     else:
-        _print_table(model_table.table, findings)
+        _print_table(table, findings)
     if broken:
         raise typer.Exit(1)
 
 
-def _check_with_progress(model_table: ModelTable) -> list[Finding]:
+def _check_with_progress(table: ModelTable) -> list[Finding]:
     from rich.console import Console
 
     with Console(stderr=True).status("Importing every model"):  # shows only on a terminal
-        return list(check_models(model_table))
+        return list(check_models(table))
 
 
-def check_models(model_table: ModelTable) -> Iterator[Finding]:
+def check_models(table: ModelTable) -> Iterator[Finding]:
     """Import and look at every class, compare metadata with what it was made from; a broken plugin raises nothing."""
-    table = model_table.table
     for name in table.names():
         candidates = table.candidates(name)
         if len(candidates) > 1:
@@ -69,18 +69,18 @@ def check_models(model_table: ModelTable) -> Iterator[Finding]:
             if entry.fault:  # reported below, once for the distribution
                 continue
             with contextlib.redirect_stdout(sys.stderr):  # a plugin that prints must not end up in the JSON
-                error = _error_of(partial(_load, model_table, entry))
+                error = _error_of(partial(_load, table, entry))
             if error:
                 yield Finding("broken", error, name, entry.distribution)
     yield from (Finding("unreadable", fault) for fault in table.faults())
-    yield from map(_duplicate, table.duplicates())
+    yield from _duplicates(table)
     yield from _outdated_sources(table)
 
 
-def _load(model_table: ModelTable, entry: Entry) -> None:
+def _load(table: ModelTable, entry: Entry) -> None:
     from rapid_infer.worker.contract import check_class
 
-    check_class(model_table.load(entry), entry)
+    check_class(table.load(entry), entry)
 
 
 def _error_of(action: Callable[[], object]) -> str:
@@ -91,12 +91,19 @@ def _error_of(action: Callable[[], object]) -> str:
     return ""
 
 
-def _duplicate(twice: Duplicate) -> Finding:
-    what = f"{twice.distribution} is found twice: {twice.used} is used and hides {twice.hidden}"
-    if twice.same:
-        return Finding("note", f"{what}; both declare the same models", distribution=twice.distribution)
-    advice = "they declare different models; delete the older of the two folders, or reinstall the package"
-    return Finding("stale", f"{what}; {advice}", distribution=twice.distribution)
+def _duplicates(table: EntryPointTable) -> Iterator[Finding]:
+    """Distributions found more than once where at least one copy declares models."""
+    for used, hidden in table.duplicates():
+        # One folder may be on the path twice, also through a link.
+        one_folder = os.path.realpath(used.location) == os.path.realpath(hidden.location)
+        if one_folder or not (used.targets or hidden.targets):
+            continue
+        what = f"{hidden.name} is found twice: {used.location} is used and hides {hidden.location}"
+        if used.targets == hidden.targets:
+            yield Finding("note", f"{what}; both declare the same models", distribution=hidden.name)
+        else:
+            advice = "they declare different models; delete the older of the two folders, or reinstall the package"
+            yield Finding("stale", f"{what}; {advice}", distribution=hidden.name)
 
 
 def _outdated_sources(table: EntryPointTable) -> Iterator[Finding]:
@@ -198,4 +205,4 @@ def _print_table(table: EntryPointTable, findings: list[Finding] | None) -> None
 def _needs_check(table: EntryPointTable) -> bool:
     """Whether the metadata alone shows a fault, so that a plain listing does not look healthy."""
     clash = len({entry.name for entry in table.entries()}) < len(table.entries())
-    return clash or bool(table.faults()) or any(not twice.same for twice in table.duplicates())
+    return clash or bool(table.faults()) or any(twice.kind == "stale" for twice in _duplicates(table))

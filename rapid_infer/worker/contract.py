@@ -191,7 +191,7 @@ def _name(dtype: torch.dtype) -> str:
 def _who(cls: type, architecture: str) -> str:
     """The class and, if this process can say, the distribution that brings it."""
     package = cls.__module__.partition(".")[0]
-    entries = ModelRegistry.table.candidates(architecture)
+    entries = ModelRegistry.candidates(architecture)
     origins = [f" ({entry.origin})" for entry in entries if entry.target.split(":")[0].split(".")[0] == package]
     return f"{cls.__module__}:{cls.__qualname__}{origins[0] if origins else ''}"
 

@@ -38,9 +38,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: fake-any\nVersion: 1.0\n")
     (folder / "entry_points.txt").write_text(f"[rapid_infer.models]\n* = fake_any_llama:{point}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    ModelRegistry.table.__dict__.pop("_scan", None)
+    ModelRegistry.__dict__.pop("_scan", None)
     yield
-    ModelRegistry.table.__dict__.pop("_scan", None)
+    ModelRegistry.__dict__.pop("_scan", None)
     sys.modules.pop("fake_any_llama", None)
 
 

@@ -170,7 +170,7 @@ def test_check_shows_every_real_error(site: Path, run: Run) -> None:
 def test_a_plain_listing_points_to_check_when_the_metadata_alone_is_wrong(site: Path, run: Run) -> None:
     install(site, "plug-one", {"Clash": "Model"})
     assert "--check" not in run("models")[1]
-    registry.ModelRegistry.table.__dict__.pop("_scan")
+    registry.ModelRegistry.__dict__.pop("_scan")
     install(site, "plug-two", {"Clash": "Model"})
     code, out, _ = run("models")
     assert code == 0

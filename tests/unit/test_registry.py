@@ -11,6 +11,7 @@ from packaging.specifiers import SpecifierSet
 
 import rapid_infer.errors
 from rapid_infer import registry
+from rapid_infer.cli.models import _duplicates
 from rapid_infer.errors import PluginError
 from rapid_infer.registry import EntryPointTable, ModelTable, load_target
 
@@ -108,7 +109,7 @@ def test_two_distributions_clash_unless_one_is_pinned(site: Path) -> None:
         assert part in str(caught.value)
     assert imported() == []
     assert table.architectures() == ["A", "OnlyA"]
-    assert [entry.distribution for entry in table.table.entries()] == ["plug-a", "plug-b", "plug-a"]
+    assert [entry.distribution for entry in table.entries()] == ["plug-a", "plug-b", "plug-a"]
 
     assert table.resolve("A", "plug-b").__module__ == "fakeplug_b"
     assert table.lookup("A", "Plug_A").distribution == "plug-a"
@@ -321,14 +322,18 @@ def test_a_fallback_that_is_asked_for_and_not_there(site: Path) -> None:
         table.lookup("AaForCausalLM", model_impl="auto")
 
 
+def hidden(table: ModelTable) -> list[tuple[str, str]]:
+    return [(used.location, copy.location) for used, copy in table.duplicates()]
+
+
 def test_one_distribution_found_twice_is_no_clash_and_the_first_on_the_path_wins(tmp_path: Path) -> None:
     here, site = tmp_path / "here", tmp_path / "site"
     stale = install(here, "plug-a", {"A": "old:Model"}, version="0.9", kind="egg-info")
     fresh = install(site, "plug-a", {"A": "new:Model", "B": "new:Other"})
 
     table = table_of(here, site)
-    assert [entry.target for entry in table.table.entries()] == ["old:Model"]
-    assert table.table.duplicates() == [registry.Duplicate("plug-a", str(stale), str(fresh), same=False)]
+    assert [entry.target for entry in table.entries()] == ["old:Model"]
+    assert hidden(table) == [(str(stale), str(fresh))]
     with pytest.raises(PluginError, match=r"plug-a 1.0 declares it in .*site.*older copy.*models --check"):
         table.lookup("B")
 
@@ -340,7 +345,7 @@ def test_stale_metadata_without_the_group_hides_the_installed_one_as_it_does_for
     fresh = install(tmp_path / "site", "plug-a", {"A": "new:Model"})
     table = table_of(stale.parent, fresh.parent)
     assert table.architectures() == []
-    assert [(d.used, d.hidden, d.same) for d in table.table.duplicates()] == [(str(stale), str(fresh), False)]
+    assert hidden(table) == [(str(stale), str(fresh))]
 
 
 def test_in_one_folder_installed_metadata_comes_before_egg_info_and_leftovers_do_not_count(tmp_path: Path) -> None:
@@ -349,7 +354,7 @@ def test_in_one_folder_installed_metadata_comes_before_egg_info_and_leftovers_do
     install(tmp_path, "~lug-a", {"A": "left:Model"})
     table = table_of(tmp_path)
     assert table.lookup("A").target == "new:Model"
-    assert len(table.table.duplicates()) == 1
+    assert len(table.duplicates()) == 1
 
 
 def test_a_folder_that_is_on_the_path_twice_is_one_folder(tmp_path: Path) -> None:
@@ -358,7 +363,7 @@ def test_a_folder_that_is_on_the_path_twice_is_one_folder(tmp_path: Path) -> Non
     link.symlink_to(site)
     table = table_of(site, link, site)
     assert table.lookup("A").target == "new:Model"
-    assert table.table.duplicates() == []
+    assert list(_duplicates(table)) == []
 
 
 def test_requirements_of_egg_info_are_read_from_its_own_file(site: Path) -> None:
@@ -379,7 +384,7 @@ def test_unreadable_metadata_breaks_its_own_distribution_only(site: Path, conten
 
     assert table.resolve("Good")
     assert table.architectures() == ["Bad", "Good"]
-    assert [fault.partition(": ")[0] for fault in table.table.faults()] == [str(folder)]
+    assert [fault.partition(": ")[0] for fault in table.faults()] == [str(folder)]
     with pytest.raises(PluginError, match=r"'Bad': METADATA is unreadable .*reinstall plug-bad"):
         table.resolve("Bad")
     assert "fakeplug_bad" not in imported()
@@ -394,7 +399,7 @@ def test_unreadable_entry_points_are_a_fault_only_where_they_name_the_group(site
     install(site, "plug-good", {"Good": "fakeplug_good:Model"}, modules={"fakeplug_good": GOOD})
     table = table_of(site)
     assert table.resolve("Good")
-    assert [fault.partition(": ")[0] for fault in table.table.faults()] == [str(ours), str(malformed)]
+    assert [fault.partition(": ")[0] for fault in table.faults()] == [str(ours), str(malformed)]
     with pytest.raises(PluginError, match=r"unreadable: .*plug_bad"):
         table.lookup("A")
 
