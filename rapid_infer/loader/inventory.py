@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,12 +21,8 @@ INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 LISTED = 20
 
 
-class Reader(Protocol):
-    """One open weight file."""
-
-    def read(self, name: str, source: tuple[slice, ...] = ()) -> torch.Tensor:
-        """`tensor[source]` as a CPU tensor that is read from the file when it is used. Valid while the file is open."""
-        ...
+Read = Callable[[str, tuple[slice, ...]], torch.Tensor]
+"""`tensor[source]` of a named tensor, on the CPU; read from the file when it is used, while the file is open."""
 
 
 @dataclass(frozen=True)
@@ -70,38 +66,25 @@ class Inventory:
         return sum(info.nbytes for info in self.tensors.values())
 
     @contextmanager
-    def open(self, file: Path) -> Iterator[Reader]:
+    def open(self, file: Path) -> Iterator[Read]:
         """Opens one of `files` for lazy reading. WeightError when it can no longer be read."""
         if file.suffix != ".safetensors":
-            yield _BinReader(load_bin(file))
+            tensors = load_bin(file)
+            yield lambda name, source: tensors[name][source]
             return
         try:
             handle = safe_open(file, "pt")
         except (SafetensorError, OSError) as error:
             raise WeightError(f"{file}: cannot be read: {error}") from error
         with handle as opened:
-            yield _SafetensorsReader(opened, self.tensors)
+            yield partial(self._read_slice, opened)
 
-
-class _SafetensorsReader:
-    def __init__(self, handle: safe_open, infos: Mapping[str, TensorInfo]) -> None:
-        self._handle = handle
-        self._infos = infos
-
-    def read(self, name: str, source: tuple[slice, ...] = ()) -> torch.Tensor:
-        info = self._infos[name]
+    def _read_slice(self, handle: safe_open, name: str, source: tuple[slice, ...]) -> torch.Tensor:
+        info = self.tensors[name]
         # get_slice knows neither scalars nor packed 4-bit values; get_tensor is a view of the mapped file as well.
         if not info.shape or info.dtype == torch.float4_e2m1fn_x2:
-            return self._handle.get_tensor(name)[source]
-        return self._handle.get_slice(name)[source or (slice(None),)]
-
-
-class _BinReader:
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-
-    def read(self, name: str, source: tuple[slice, ...] = ()) -> torch.Tensor:
-        return self._tensors[name][source]
+            return handle.get_tensor(name)[source]
+        return handle.get_slice(name)[source or (slice(None),)]
 
 
 def _merge_headers(files: list[Path]) -> dict[str, TensorInfo]:

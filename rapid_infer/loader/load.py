@@ -14,7 +14,7 @@ from torch import nn
 
 from rapid_infer.loader.copies import Copy
 from rapid_infer.loader.index_map import Slices
-from rapid_infer.loader.inventory import Inventory, Reader
+from rapid_infer.loader.inventory import Inventory, Read
 from rapid_infer.loader.plan import plan_load
 from rapid_infer.loader.progress import Progress, silent
 from rapid_infer.loader.weight_map import WeightMap
@@ -55,18 +55,18 @@ def load_weights(
             *(plan.directory / "config.json", name, plan.directory / "config.json"),
         )
     done = 0
-    read: dict[str, int] = {}
+    bytes_of: dict[str, int] = {}
     with torch.no_grad(), (progress or silent)(plan.bytes_to_read) as advance:
         for file, copies in groupby(plan.copies, key=lambda copy: copy.info.file):
-            with inventory.open(file) as reader:
+            with inventory.open(file) as read:
                 for copy in copies:
-                    nbytes = _run_copy(copy, reader)
-                    read[copy.info.name] = read.get(copy.info.name, 0) + nbytes
+                    nbytes = _run_copy(copy, read)
+                    bytes_of[copy.info.name] = bytes_of.get(copy.info.name, 0) + nbytes
                     advance(nbytes)
                     done += 1
     assert done == len(plan.copies), f"{done} of {len(plan.copies)} copies ran"
     finalize(model)
-    return LoadReport(sum(read.values()), time.perf_counter() - start, len(read), plan.ignored, plan.untied)
+    return LoadReport(sum(bytes_of.values()), time.perf_counter() - start, len(bytes_of), plan.ignored, plan.untied)
 
 
 def finalize(model: nn.Module) -> None:
@@ -78,12 +78,12 @@ def finalize(model: nn.Module) -> None:
                 last_touch()
 
 
-def _run_copy(copy: Copy, reader: Reader) -> int:
+def _run_copy(copy: Copy, read: Read) -> int:
     """Performs one copy; the bytes it read."""
     fetched: list[int] = []
 
     def fetch(cut: Slices) -> torch.Tensor:
-        values = reader.read(copy.info.name, cut)
+        values = read(copy.info.name, cut)
         fetched.append(values.nbytes)
         return values
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from rapid_infer.loader.copies import Copy
 from rapid_infer.loader.index_map import Slices
-from rapid_infer.loader.inventory import Inventory, Reader
+from rapid_infer.loader.inventory import Inventory, Read
 from rapid_infer.loader.rules import Tie
 
 CHUNK_BYTES = 1 << 26
@@ -48,5 +48,5 @@ def same_values(one: Copy, other: Copy, inventory: Inventory) -> bool:
         return all(torch.equal(_values(one, first, cut), _values(other, second, cut)) for cut in cuts)
 
 
-def _values(copy: Copy, reader: Reader, cut: Slices) -> torch.Tensor:
-    return copy.cut(lambda source: reader.read(copy.info.name, source), cut).to(copy.placement.param.dtype)
+def _values(copy: Copy, read: Read, cut: Slices) -> torch.Tensor:
+    return copy.cut(lambda source: read(copy.info.name, source), cut).to(copy.placement.param.dtype)

@@ -40,10 +40,10 @@ def write_sharded(folder: Path, suffix: str = ".safetensors") -> list[str]:
 def contents(inventory: Inventory, source: tuple[slice, ...] = ()) -> dict[str, torch.Tensor]:
     out = {}
     for file in inventory.files:
-        with inventory.open(file) as reader:
+        with inventory.open(file) as read:
             for name, info in inventory.tensors.items():
                 if info.file == file:
-                    out[name] = reader.read(name, source if info.shape else ()).clone()
+                    out[name] = read(name, source if info.shape else ()).clone()
     return out
 
 
