@@ -101,27 +101,9 @@ class WeightMap:
             traces = tuple(after)
         return traces, dropped, tuple(dict.fromkeys(matched))
 
-    def lint(self) -> list[str]:
-        """Faults that show without weights: duplicate, ambiguous and shadowed rules, and names that map twice.
-
-        Each rule's own example names are run through the whole table. A table is idempotent when the name of a target
-        maps to itself, so that a checkpoint saved under the model's names loads again.
-        """
-        from rapid_infer.loader.lint import lint
-
-        return lint(self)
-
     def rows(self) -> list[Row]:
         """The table as (kind, source, target, note), in order."""
         return [rule.row() for rule in self.rules]
-
-    def to_markdown(self) -> str:
-        """The table in Markdown."""
-        lines = ["| | rule | checkpoint | model | note |", "|---|---|---|---|---|"]
-        for number, row in enumerate(self.rows(), 1):
-            source, target = (f"`{text}`" if text else "" for text in (row.source, row.target))
-            lines.append(f"| {number} | {row.kind} | {source} | {target} | {row.note} |")
-        return "\n".join(lines)
 
     def __str__(self) -> str:
         rows = [Row("rule", "checkpoint", "model", "note"), *self.rows()]

@@ -9,7 +9,8 @@ import pytest
 from rapid_infer.cache import spec
 from rapid_infer.cache.block_pool import BlockPool
 from rapid_infer.layers.attention import CachedModule
-from rapid_infer.testing import assert_exact
+from rapid_infer.registry import ModelRegistry
+from rapid_infer.testing import assert_exact, lint_weight_map
 
 LENGTHS = (1, 2, 15, 16, 17, 33, 70)
 MAX_TOKENS = 12
@@ -125,3 +126,9 @@ def test_blocks_that_windows_gave_back_are_read_by_nobody(name, depth, tiny, ope
     monkeypatch.setattr(BlockPool, "release", spoil)
     assert_exact(llm, model.oracle.clear_runs(LENGTHS, MAX_TOKENS))
     assert given_back > 20
+
+
+@pytest.mark.parametrize("architecture", ModelRegistry.architectures())
+def test_weight_maps_have_no_faults(architecture):
+    model: Any = ModelRegistry.resolve(architecture)
+    assert lint_weight_map(model.weight_map) == []

@@ -9,6 +9,7 @@ from rapid_infer.errors import PluginError
 from rapid_infer.loader.index_map import Chain, Section, full_slices, interleave, sliced_shape, transpose
 from rapid_infer.loader.rules import Ignored, experts, ignore, rename, split, stack, tie
 from rapid_infer.loader.weight_map import Target, WeightMap
+from rapid_infer.testing import lint_weight_map
 
 QKV = stack(("q_proj", "k_proj", "v_proj"), "qkv_proj", parts=("q", "k", "v"))
 GATE_UP = stack(("gate_proj", "up_proj"), "gate_up_proj")
@@ -209,11 +210,9 @@ def test_the_table_prints_every_rule() -> None:
     table = QWEN + WeightMap(
         [split("c_attn", (("qkv", "q"), ("qkv", "k")), index=transpose()), ignore("mtp.**", "draft")]
     )
-    for text in (str(table), table.to_markdown()):
-        for word in ("experts.{E}.{gate_proj,up_proj}", "qkv_proj[q,k,v]", "transpose", "mtp.**", "draft", "at start"):
-            assert word in text
+    for word in ("experts.{E}.{gate_proj,up_proj}", "qkv_proj[q,k,v]", "transpose", "mtp.**", "draft", "at start"):
+        assert word in str(table)
     assert len(str(table).splitlines()) == len(table.rules) + 1
-    assert len(table.to_markdown().splitlines()) == len(table.rules) + 2
 
 
 def test_good_tables_have_no_faults() -> None:
@@ -221,7 +220,7 @@ def test_good_tables_have_no_faults() -> None:
     drafts = WeightMap([ignore("mtp.**", "draft"), tie("lm_head", "model.embed_tokens"), rename("w.*.x", "w.*.y")])
     same = WeightMap([split("gate_up_proj", (("gate_up_proj", 0), ("gate_up_proj", 1)))])
     for table in (WeightMap(), QWEN, gpt, QWEN + drafts, same):
-        assert table.lint() == []
+        assert lint_weight_map(table) == []
 
 
 @pytest.mark.parametrize(
@@ -249,12 +248,12 @@ def test_good_tables_have_no_faults() -> None:
     ],
 )
 def test_lint_finds(rules: list, fault: str) -> None:
-    faults = WeightMap(rules).lint()
+    faults = lint_weight_map(WeightMap(rules))
     assert any(fault in text for text in faults), faults
 
 
 def test_a_duplicate_is_one_fault() -> None:
-    assert len(WeightMap([QKV, GATE_UP, QKV]).lint()) == 1
+    assert len(lint_weight_map(WeightMap([QKV, GATE_UP, QKV]))) == 1
 
 
 @pytest.mark.parametrize("table", [QWEN, QWEN + WeightMap([rename("visual", "vision", at_start=True)])])

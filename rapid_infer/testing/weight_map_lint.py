@@ -8,8 +8,12 @@ from rapid_infer.loader.rules import Ignored, Rule
 from rapid_infer.loader.weight_map import Target, WeightMap
 
 
-def lint(table: WeightMap) -> list[str]:
-    """One line per fault; empty when there is none. Rules are numbered from 1, as `to_markdown` prints them."""
+def lint_weight_map(table: WeightMap) -> list[str]:
+    """One line per fault; empty when there is none. Rules are numbered from 1.
+
+    Faults are duplicate, ambiguous and shadowed rules, and names that map twice: the name of a target must map to
+    itself, so that a checkpoint saved under the model's names loads again.
+    """
     faults = [*_duplicates(table), *_unreached(table), *_ties(table), *_unstable(table)]
     return list(dict.fromkeys(faults))
 
