@@ -112,9 +112,7 @@ class RequestRefused(msgspec.Struct, tag="refused"):
 
 
 class Stats(msgspec.Struct, tag="stats"):
-    """How busy the engine is. `num_late_graphs`: CUDA graphs that were recorded while requests waited, and how long
-    they waited for it.
-    """
+    """How busy the engine is. `num_late_graphs`: CUDA graphs recorded while requests waited, for so many seconds."""
 
     num_running: int
     num_waiting: int

@@ -1,6 +1,4 @@
-"""A checkpoint directory's configuration. The raw config.json names the architecture; transformers' AutoConfig comes
-after.
-"""
+"""A checkpoint directory's configuration: config.json, which names the architecture, then transformers' AutoConfig."""
 
 from __future__ import annotations
 

@@ -9,9 +9,7 @@ from operator import eq
 from typing import Any
 
 _TAIL = 8
-"""Prompt tokens that the decoder sees: enough for an unfinished character, which has at most four bytes, and for the
-word before.
-"""
+"""Prompt tokens that the decoder sees: enough for an unfinished character, of at most four bytes, and a word before."""
 
 _BYTES = 4
 

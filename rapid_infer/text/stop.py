@@ -9,8 +9,7 @@ class StopStrings:
     """Watches a text that comes in pieces.
 
     What might be the beginning of a stop string is held back until it is clear. The match is the one that ends first,
-    and of
-    those the longest, so that it does not depend on how the text was cut.
+    and of those the longest, so that it does not depend on how the text was cut.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
