@@ -1,7 +1,8 @@
-"""Both ends of a step that the device runs by itself: take the host's letter and gather inputs, then write tokens.
+"""Both ends of a step that the device runs by itself: gather inputs by what the host wrote, then write tokens.
 
 Host and device exchange through ring buffers in pinned memory. `step [1]` int64 on the device counts the steps; a
-step's slot in a ring of n is `step % n`. The last row of the request table is the padding row, of length 0.
+step's slot in a ring of n is `step % n`, and what stands there is its entry. The last row of the request table is the
+padding row, of length 0.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from rapid_infer.ops.registry import op
 
 
 @dataclass(frozen=True)
-class Letter:
-    """Where what stands in a step's letter, int32 words. `Letter.NUM_*`: the numbers it begins with.
+class StepLayout:
+    """Where what stands in a step's entry of the ring, int32 words. `StepLayout.NUM_*`: the numbers it begins with.
 
     rows, query_lens, sampled   per row: its number, its tokens, whether it gets a new one
     updates                     pairs of an index into the flattened block tables and the block to put there
@@ -52,35 +53,35 @@ class Letter:
         return self.tokens + self.max_tokens
 
 
-def apply_updates(letter: Tensor, layout: Letter, block_tables: Tensor) -> None:
-    """The block updates of one letter."""
-    pairs = letter[layout.updates :][: 2 * int(letter[Letter.NUM_UPDATES])].view(-1, 2).to(block_tables.device)
+def apply_updates(entry: Tensor, layout: StepLayout, block_tables: Tensor) -> None:
+    """The block updates of one entry."""
+    pairs = entry[layout.updates :][: 2 * int(entry[StepLayout.NUM_UPDATES])].view(-1, 2).to(block_tables.device)
     block_tables.view(-1)[pairs[:, 0].long()] = pairs[:, 1]
 
 
 @op(mutates=("block_tables", "rows"), capturable=False)
 def decode_inputs(
-    mail: Tensor,
+    ring: Tensor,
     step: Tensor,
     block_tables: Tensor,
     last_token: Tensor,
     length: Tensor,
     rows: Tensor,
-    layout: Letter,
+    layout: StepLayout,
     block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Apply the step's block updates, copy its row numbers to `rows` and gather the inputs of one token per row.
 
-    mail          `[slots, layout.words]` int32
+    ring          `[slots, layout.words]` int32, what the host writes
     block_tables  `[groups, table_rows, max_blocks]` int32
     last_token, length  `[table_rows]` int64
     rows          `[B]` int64, written
     returns       input_ids `[B]` int64, positions `[B]` int64, seq_lens `[B]` int32 with the new token (0 for padding
                   rows, whose keys nobody reads), slots `[groups, B]` int64
     """
-    letter = mail[int(step) % len(mail)]
-    apply_updates(letter, layout, block_tables)
-    rows.copy_(letter[Letter.ROWS :][: len(rows)])
+    entry = ring[int(step) % len(ring)]
+    apply_updates(entry, layout, block_tables)
+    rows.copy_(entry[StepLayout.ROWS :][: len(rows)])
     positions = length[rows]
     padding = rows == block_tables.shape[1] - 1
     seq_lens = torch.where(padding, 0, positions + 1).int()
@@ -112,13 +113,13 @@ class MixedInputs(NamedTuple):
 
 @op(mutates=("block_tables", "length"), capturable=False)
 def mixed_inputs(
-    mail: Tensor,
+    ring: Tensor,
     step: Tensor,
     block_tables: Tensor,
     last_token: Tensor,
     length: Tensor,
     num_tokens: int,
-    layout: Letter,
+    layout: StepLayout,
     block_size: int,
 ) -> MixedInputs:
     """Apply the step's block updates and gather the inputs of any mix of rows, padded to `num_tokens` and max_rows.
@@ -127,25 +128,25 @@ def mixed_inputs(
     as of `decode_inputs`.
     """
     device = length.device
-    letter = mail[int(step) % len(mail)].to(device)
-    apply_updates(letter, layout, block_tables)
+    entry = ring[int(step) % len(ring)].to(device)
+    apply_updates(entry, layout, block_tables)
     max_rows, padding = layout.max_rows, block_tables.shape[1] - 1
-    n, total = int(letter[Letter.NUM_ROWS]), int(letter[Letter.NUM_TOKENS])
+    n, total = int(entry[StepLayout.NUM_ROWS]), int(entry[StepLayout.NUM_TOKENS])
     rows = torch.full((max_rows,), padding, device=device)
-    rows[:n] = letter[Letter.ROWS :][:n].long()
+    rows[:n] = entry[StepLayout.ROWS :][:n].long()
     query_lens = torch.zeros(max_rows, dtype=torch.int32, device=device)
-    query_lens[:n] = letter[layout.query_lens :][:n]
+    query_lens[:n] = entry[layout.query_lens :][:n]
     query_start = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
     query_start[1:] = query_lens.cumsum(0)
     seq_lens = (length[rows] + query_lens).int()
     sampled = torch.zeros(max_rows, dtype=torch.bool, device=device)
-    sampled[:n] = letter[layout.sampled :][:n] > 0
+    sampled[:n] = entry[layout.sampled :][:n] > 0
     length[rows[:n]] = (seq_lens - sampled.int())[:n].long()
     row_of = torch.repeat_interleave(torch.arange(max_rows, device=device), query_lens.long())
     token = torch.arange(total, device=device)
     input_ids, positions = (torch.zeros(num_tokens, dtype=torch.int64, device=device) for _ in range(2))
     positions[:total] = (seq_lens[row_of] - query_start[row_of + 1] + token).long()
-    known = letter[layout.tokens :][:total].long()
+    known = entry[layout.tokens :][:total].long()
     input_ids[:total] = known.where(known >= 0, last_token[rows[row_of]])
     slots = torch.zeros(len(block_tables), num_tokens, dtype=torch.int64, device=device)
     slots[:, :total] = slots_of(block_tables, rows[row_of], positions[:total], block_size)
@@ -159,7 +160,7 @@ def mixed_inputs(
         rows,
         query_start,
         seq_lens,
-        letter[Letter.NUM_DECODES : Letter.NUM_DECODES + 1].clone(),
+        entry[StepLayout.NUM_DECODES : StepLayout.NUM_DECODES + 1].clone(),
         (query_start[1:] - 1)[order].long().where(chosen, 0),
         rows[order].where(chosen, padding),
         seq_lens[order].where(chosen, 1),

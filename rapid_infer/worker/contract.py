@@ -135,7 +135,7 @@ def try_forward(runner: ModelRunner, architecture: str) -> None:
 
     PluginError for what `check_model` finds, or with the cause attached.
     """
-    count = min(2, runner.max_model_len, runner.mailbox.layout.max_tokens)
+    count = min(2, runner.max_model_len, runner.ring.layout.max_tokens)
     none = np.zeros(0, np.int32)
     plan = StepPlan(
         step=0,

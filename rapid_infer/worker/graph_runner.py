@@ -74,7 +74,7 @@ class GraphRunner:
 
     def __init__(self, program: StepProgram, recorder: Recorder, *, max_tokens: int, max_model_len: int) -> None:
         self.program, self.max_model_len = program, max_model_len
-        self.max_rows = program.mailbox.layout.max_rows
+        self.max_rows = program.ring.layout.max_rows
         self.sizes, self.token_sizes = row_buckets(self.max_rows), token_buckets(max_tokens)
         self._row_bucket, self._token_bucket = _fit(self.sizes), _fit(self.token_sizes)
         self._asks_for_context = asks_for_context(program.model)
@@ -104,14 +104,14 @@ class GraphRunner:
         docs/performance/h200.md has the measurements; the cause is not known. No step may be in flight.
         """
         # What is run to warm up must move no row.
-        self.program.mailbox.clear()
+        self.program.ring.clear()
         for size in reversed(self.sizes):
             self.capture_forward(DECODE, size)
         for size, kind in product(reversed(self.token_sizes), self.kinds):
             self.capture_forward(kind, size)
         for size, kind, features in product(reversed(self.sizes), (DECODE, MIXED), USUAL):
             self.capture_finish(kind, size, features)
-        self.program.mailbox.resync()
+        self.program.ring.resync()
         self._started = True
         self._recorder.release_unused()
 
@@ -128,7 +128,7 @@ class GraphRunner:
         return kind, self._token_bucket[plan.num_tokens], self._row_bucket[max(len(plan.sampled), 1)]
 
     def launch_forward(self, key: Key) -> None:
-        """Replay the first part of the step whose letter was written last."""
+        """Replay the first part of the step whose entry was written last."""
         self._forward[key[:2]][0].replay()
         self.replays["forward"] += 1
 
@@ -207,7 +207,7 @@ class GraphRunner:
         def choose() -> object:
             return self.program.choose(sampled, features)
 
-        # At the start all letters are empty; later a commit that is not recorded would move real rows.
+        # At the start all entries are empty; later a commit that is not recorded would move real rows.
         warm_up = choose if self._started else run
         began = time.perf_counter()
         recorded = self._recorder.record(f"finish of {size} rows with {features}", run, warm_up)

@@ -23,7 +23,7 @@ from rapid_infer.models.checkpoint import Checkpoint
 from rapid_infer.worker import build
 from rapid_infer.worker.graph_runner import DECODE, GREEDY, GraphRunner, asks_for_context
 from rapid_infer.worker.memory import largest_step
-from rapid_infer.worker.model_runner import make_mailbox
+from rapid_infer.worker.model_runner import make_ring
 from rapid_infer.worker.program import SCORED_AT_ONCE, StepProgram, StepShape
 from rapid_infer.worker.request_table import RequestTable
 
@@ -81,8 +81,8 @@ class _Steps:
         model, block_size = self.built.model, self.config.cache.block_size
         groups, max_blocks = len(build.cache_groups(model)), -(-self.max_model_len // block_size)
         self.table = RequestTable(META, self.max_rows, groups, max_blocks, self.built.config.vocab_size)
-        mailbox = make_mailbox(self.table, self.max_tokens, block_size, scheduler.queue_depth + 1)
-        self.program = StepProgram(model, self.table, mailbox, self.built.ops, block_size)
+        ring = make_ring(self.table, self.max_tokens, block_size, scheduler.queue_depth + 1)
+        self.program = StepProgram(model, self.table, ring, self.built.ops, block_size)
 
     def run_graphs(self) -> None:
         """All that may ever be recorded."""

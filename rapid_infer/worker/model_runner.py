@@ -1,4 +1,4 @@
-"""Runs one step: apply the delta, write the letter, then forward and finish, replayed or eagerly.
+"""Runs one step: apply the delta, write its entry in the ring, then forward and finish, replayed or eagerly.
 
 Nothing here waits for the device but `collect`.
 """
@@ -14,24 +14,24 @@ from torch import Tensor
 
 from rapid_infer.engine.step_plan import LogprobArrays, RowMasks, StepPlan, StepResult
 from rapid_infer.ops.registry import OpResolver
-from rapid_infer.ops.step_inputs import Letter
+from rapid_infer.ops.step_inputs import StepLayout
 from rapid_infer.profiling import span
 from rapid_infer.worker.graph_recorder import GraphRecorder, Recorder
 from rapid_infer.worker.graph_runner import DECODE, GraphRunner, Key
 from rapid_infer.worker.logprobs import Logprobs
-from rapid_infer.worker.mailbox import MOST_ENTRIES, Mailbox, check_entries
 from rapid_infer.worker.program import Sampled, StepProgram, StepShape
 from rapid_infer.worker.request_table import RequestTable
 from rapid_infer.worker.staging import Staging
+from rapid_infer.worker.step_ring import MAX_TABLE_ENTRIES, StepRing, check_entries
 from rapid_infer.worker.token_state import TokenState
 
 UPDATES_PER_ROW = 2
-"""Block updates that a letter has room for, per row and cache group."""
+"""Block updates that a step's entry has room for, per row and cache group."""
 
 
 @dataclass(slots=True)
 class StepHandle:
-    """A launched step, whose tokens will be in `slot` of the mailbox.
+    """A launched step, whose tokens will be in `slot` of the ring.
 
     key       the graphs that run it; None: it runs eagerly
     begun     what an eager step still has to finish
@@ -73,8 +73,8 @@ class ModelRunner:
         self.max_model_len = max_model_len
         self.table = RequestTable(device, max_num_seqs, num_groups, -(-max_model_len // block_size), vocab_size)
         self._slots = queue_depth + 1
-        self.mailbox = make_mailbox(self.table, max_num_batched_tokens, block_size, self._slots)
-        self.program = StepProgram(model, self.table, self.mailbox, ops, block_size)
+        self.ring = make_ring(self.table, max_num_batched_tokens, block_size, self._slots)
+        self.program = StepProgram(model, self.table, self.ring, ops, block_size)
         self.graphs: GraphRunner | None = None
         self._staging = Staging(device, self._slots)
         self._events = [torch.cuda.Event() for _ in range(self._slots)] if device.type == "cuda" else []
@@ -153,7 +153,7 @@ class ModelRunner:
             logprobs = self.program.sample(begun, plan.features)
         else:
             # No row gets a token.
-            self.mailbox.resync()
+            self.ring.resync()
         if plan.prompt_scores is not None:
             assert begun.scored is not None
             assert targets is not None
@@ -161,17 +161,17 @@ class ModelRunner:
         return logprobs
 
     def _write_inputs(self, plan: StepPlan, key: Key | None) -> tuple[StepHandle, Tensor | None]:
-        """The letter of a step, after what it has no place for: new rows, their lists and masks, tokens to be scored.
+        """Write the step's entry, after what it has no place for: new rows, their lists and masks, tokens to be scored.
 
         Returns those tokens too.
         """
         if self._unfinished:
             # The step before this one stopped half-way.
-            self.mailbox.resync()
+            self.ring.resync()
         self._unfinished = True
         updates = sum(len(group.rows) for group in plan.new_blocks)
         extra = plan.new_rows is not None or plan.token_lists is not None or plan.masks is not None
-        staged = extra or updates > self.mailbox.layout.max_updates
+        staged = extra or updates > self.ring.layout.max_updates
         scores, scored, targets = plan.prompt_scores, None, None
         if staged or scores is not None:
             with span("worker.staging"):
@@ -186,9 +186,9 @@ class ModelRunner:
                     scored, targets = next(on_device).long(), next(on_device).long()
         blocks = () if staged else plan.new_blocks
         if plan.is_decode if key is None else key[0] == DECODE:
-            slot = self.mailbox.send_decode(plan.rows, len(plan.rows) if key is None else key[1], blocks)
+            slot = self.ring.write_decode(plan.rows, len(plan.rows) if key is None else key[1], blocks)
         else:
-            slot = self.mailbox.send_mixed(plan, blocks)
+            slot = self.ring.write_mixed(plan, blocks)
         return StepHandle(plan, slot, key, targets=targets), scored
 
     def _record(self) -> torch.cuda.Event | None:
@@ -210,19 +210,19 @@ class ModelRunner:
         if handle.done is not None:
             handle.done.synchronize()
         count = len(handle.plan.sampled)
-        tokens, failed = self.mailbox.read(handle.slot, count)
+        tokens, failed = self.ring.read_results(handle.slot, count)
         logprobs, prompt_logprobs = _to_arrays(handle.logprobs, count), _to_arrays(handle.prompt_logprobs)
         return StepResult(tokens[:, None], failed, logprobs, prompt_logprobs)
 
 
-def make_mailbox(table: RequestTable, max_tokens: int, block_size: int, slots: int) -> Mailbox:
+def make_ring(table: RequestTable, max_tokens: int, block_size: int, slots: int) -> StepRing:
     """For steps of up to `max_tokens` tokens over the rows of `table`."""
     rows, groups = table.dummy, len(table.block_tables)
     updates = (UPDATES_PER_ROW * rows + max_tokens // block_size) * groups
-    if table.block_tables.numel() > MOST_ENTRIES:
+    if table.block_tables.numel() > MAX_TABLE_ENTRIES:
         updates = 0
-    layout = Letter(rows, updates, max_tokens)
-    return Mailbox(table.length.device, layout, slots=slots, table_shape=table.block_tables.shape)
+    layout = StepLayout(rows, updates, max_tokens)
+    return StepRing(table.length.device, layout, slots=slots, table_shape=table.block_tables.shape)
 
 
 def _to_arrays(logprobs: Logprobs | None, count: int | None = None) -> LogprobArrays | None:

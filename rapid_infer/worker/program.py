@@ -1,8 +1,8 @@
 """One step on the device, inputs -> forward -> sample: run as it is when eager, recorded and replayed otherwise.
 
-It begins with the letter that the host has written and ends where `commit_tokens` leaves the tokens for it; nothing
-between them asks the host. What the host knows of a step beside its letter is a `StepShape`: that of its plan for a
-step that is run, the largest there can be for one that is recorded.
+It begins with the entry of the ring that the host has written and ends where `commit_tokens` leaves the tokens for it;
+nothing between them asks the host. What the host knows of a step beside its entry is a `StepShape`: that of its plan
+for a step that is run, the largest there can be for one that is recorded.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from rapid_infer.layers.batch import ForwardBatch
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.registry import OpResolver
 from rapid_infer.worker.logprobs import Logprobs, concatenate, gather_logprobs
-from rapid_infer.worker.mailbox import Mailbox
 from rapid_infer.worker.request_table import RequestTable
 from rapid_infer.worker.sample import Chosen, SamplingOps, choose
+from rapid_infer.worker.step_ring import StepRing
 
 SCORED_AT_ONCE = 128
 
@@ -81,15 +81,15 @@ class Sampled:
 class StepProgram:
     """Launches a step's operators. `model` follows the CausalLM contract, its caches bound already."""
 
-    def __init__(self, model: Any, table: RequestTable, mailbox: Mailbox, ops: OpResolver, block_size: int) -> None:
-        self.model, self.table, self.mailbox = model, table, mailbox
-        self._state = mailbox.mail, mailbox.step, table.block_tables, table.last_token, table.length
-        self._sizes = mailbox.layout, block_size
+    def __init__(self, model: Any, table: RequestTable, ring: StepRing, ops: OpResolver, block_size: int) -> None:
+        self.model, self.table, self.ring = model, table, ring
+        self._state = ring.inputs, ring.step, table.block_tables, table.last_token, table.length
+        self._sizes = ring.layout, block_size
         self._decode_inputs, self._mixed_inputs, self._commit = (
             ops.bind(name, torch.int32) for name in ("decode_inputs", "mixed_inputs", "commit_tokens")
         )
         self._sampling = SamplingOps.bind(ops)
-        max_rows, device = mailbox.layout.max_rows, table.length.device
+        max_rows, device = ring.layout.max_rows, table.length.device
         self._rows = torch.full((max_rows,), table.dummy, dtype=torch.int64, device=device)
         self._query_start = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
 
@@ -157,12 +157,12 @@ class StepProgram:
 
     def sample(self, sampled: Sampled, features: SamplingFeatures) -> Logprobs | None:
         """The second part of a step: tokens to where the next step and the host find them, lengths and step advance."""
-        table, mailbox = self.table, self.mailbox
+        table, ring = self.table, self.ring
         chosen = self.choose(sampled, features)
         if features.penalties:
             table.tokens.count(sampled.rows, chosen.tokens)
         new = sampled.rows, chosen.tokens, chosen.best
-        self._commit(*new, table.last_token, table.length, mailbox.results, mailbox.step)
+        self._commit(*new, table.last_token, table.length, ring.results, ring.step)
         return chosen.logprobs
 
     def score(self, states: Tensor, targets: Tensor, count: int) -> Logprobs:

@@ -59,7 +59,7 @@ def test_replays_give_the_bits_of_the_same_code_run_eagerly(name, dtype, tiny, o
     def note_state(key):
         """When new rows have been written to the table."""
         counts = table.tokens.output_counts
-        state[:] = [table.last_token, table.length, runner.mailbox.step, *([] if counts is None else [counts])]
+        state[:] = [table.last_token, table.length, runner.ring.step, *([] if counts is None else [counts])]
         before[:] = [tensor.clone() for tensor in state]
         launch_forward(key)
 
@@ -72,7 +72,7 @@ def test_replays_give_the_bits_of_the_same_code_run_eagerly(name, dtype, tiny, o
         kind, size, rows = handle.key
         forward, sampled = graphs._forward[kind, size]
         finish, logprobs = graphs._finish[graphs._finish_key(kind, rows, plan.features)]
-        results = runner.mailbox.results[handle.slot, :n]
+        results = runner.ring.results[handle.slot, :n]
         replayed = [sampled.hidden[:n].clone(), sampled.lengths[:n].clone(), results.clone()]
         scores = [] if logprobs is None else [tensor[:n].clone() for tensor in logprobs]
         for tensor, value in zip(state, before):

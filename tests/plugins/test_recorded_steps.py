@@ -140,7 +140,7 @@ def test_steps_that_no_graph_takes_between_recorded_ones(
 
 
 def test_recording_moves_no_row(qwen3, open_llm) -> None:
-    """Letters of earlier steps lie in the ring, as that of the step that measured memory does."""
+    """Entries of earlier steps lie in the ring, as that of the step that measured memory does."""
     load_providers()
     llm = open_llm(qwen3, max_num_batched_tokens=16, **OPTIONS, op_priority={name: ["torch"] for name in OPS})
     llm.generate(prompts([20, 5, 9, 4]), SamplingParams(**GREEDY, max_tokens=5))
@@ -155,7 +155,7 @@ def test_recording_moves_no_row(qwen3, open_llm) -> None:
 def test_more_block_updates_than_a_letter_has_room_for(windowed, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_runner, "UPDATES_PER_ROW", 0)
     both = pair(windowed)
-    room = runner_of(both[1]).mailbox.layout.max_updates
+    room = runner_of(both[1]).ring.layout.max_updates
     sizes: list[int] = []
     launch = runner_of(both[1]).launch
 

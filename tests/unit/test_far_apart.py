@@ -46,8 +46,8 @@ FAR = {
     "latent_prefill": ("q_nope", "q_rope", "kv", "key"),
     "truncate_logits": ("logits",),
     "gumbel_argmax": ("logits",),
-    "decode_inputs": ("mail",),
-    "mixed_inputs": ("mail",),
+    "decode_inputs": ("ring",),
+    "mixed_inputs": ("ring",),
     "commit_tokens": ("results",),
 }
 """Per op the arguments that may have gaps, between their tokens, rows or blocks."""

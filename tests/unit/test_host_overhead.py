@@ -1,6 +1,6 @@
 """What the host costs when the model costs nothing: 256 rows in steady decode, on the GPU's default block size.
 
-Once with eager steps, as on a CPU, and once with captured ones, where the host only writes and reads the mailbox. And
+Once with eager steps, as on a CPU, and once with captured ones, where the host only writes and reads the ring. And
 what comes before and after: taking in prompts, and the outputs of a step. The limits are for an idle machine of
 ordinary speed; on a slower one, or a busy one, they rise with the time that a fixed piece of Python and numpy takes.
 """
@@ -26,11 +26,11 @@ from rapid_infer.engine.step_plan import StepPlan, StepResult
 from rapid_infer.frontend import EngineFacts, InputProcessor, OutputProcessor
 from rapid_infer.layers.batch import ForwardBatch
 from rapid_infer.ops import OpResolver
-from rapid_infer.ops.step_inputs import Letter
+from rapid_infer.ops.step_inputs import StepLayout
 from rapid_infer.outputs import RequestOutput, RequestOutputKind
 from rapid_infer.params import SamplingParams
-from rapid_infer.worker.mailbox import Mailbox
 from rapid_infer.worker.model_runner import ModelRunner, StepHandle
+from rapid_infer.worker.step_ring import StepRing
 
 ROWS, VOCAB, BLOCK_SIZE, MAX_LEN = 256, 8, 64, 4096
 REFERENCE_MS = 1.6
@@ -112,19 +112,19 @@ class CapturedExecutor(StubExecutor):
     def __init__(self, queue_depth: int) -> None:
         super().__init__(queue_depth)
         shape = self.runner.table.block_tables.shape
-        self.mailbox = Mailbox(
-            torch.device("cpu"), Letter(ROWS, 2 * ROWS, 8192), slots=queue_depth + 1, table_shape=shape
+        self.ring = StepRing(
+            torch.device("cpu"), StepLayout(ROWS, 2 * ROWS, 8192), slots=queue_depth + 1, table_shape=shape
         )
 
     def launch(self, plan: StepPlan) -> Any:
         if plan.new_rows is not None or plan.max_query_len > 1:
             return super().launch(plan)
-        return self.mailbox.send_decode(plan.rows, ROWS, plan.new_blocks)
+        return self.ring.write_decode(plan.rows, ROWS, plan.new_blocks)
 
     def collect(self, handle: Any) -> StepResult:
         if not isinstance(handle, int):
             return super().collect(handle)
-        tokens, failed = self.mailbox.read(handle, ROWS)
+        tokens, failed = self.ring.read_results(handle, ROWS)
         return StepResult(tokens[:, None], failed)
 
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from rapid_infer.ops.step_inputs import Letter
+from rapid_infer.ops.step_inputs import StepLayout
 from rapid_infer.testing.op_cases.case import Case, cases
 
 
-def _write_updates(letter: Tensor, layout: Letter, updates: int, blocks: int) -> None:
-    letter[Letter.NUM_UPDATES] = updates
+def _write_updates(entry: Tensor, layout: StepLayout, updates: int, blocks: int) -> None:
+    entry[StepLayout.NUM_UPDATES] = updates
     pairs = torch.stack((torch.randperm(blocks)[:updates], torch.randint(1, 90, (updates,))), dim=1)
-    letter[layout.updates : layout.updates + 2 * updates] = pairs.flatten()
+    entry[layout.updates : layout.updates + 2 * updates] = pairs.flatten()
 
 
 def _tables(groups: int, device: str) -> dict[str, Tensor]:
@@ -27,14 +27,14 @@ def _tables(groups: int, device: str) -> dict[str, Tensor]:
 
 @cases
 def decode_inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
-    layout = Letter(5, 6, 16)
+    layout = StepLayout(5, 6, 16)
     for rows, groups, updates in (([2, 0, 3], 1, 1), ([1], 2, 3), ([4, 2, 0, 5, 5], 2, 6)):
-        mail = torch.zeros(3, layout.words, dtype=torch.int32)
-        mail[1, Letter.ROWS : Letter.ROWS + len(rows)] = torch.tensor(rows)
-        _write_updates(mail[1], layout, updates, groups * 5 * 7)
+        ring = torch.zeros(3, layout.words, dtype=torch.int32)
+        ring[1, StepLayout.ROWS : StepLayout.ROWS + len(rows)] = torch.tensor(rows)
+        _write_updates(ring[1], layout, updates, groups * 5 * 7)
         yield Case(
             {
-                "mail": mail.to(device),
+                "ring": ring.to(device),
                 "step": torch.tensor([4], device=device),
                 **_tables(groups, device),
                 "rows": torch.zeros(len(rows), dtype=torch.int64, device=device),
@@ -46,19 +46,19 @@ def decode_inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
 
 @cases
 def mixed_inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
-    layout = Letter(5, 6, 16)
+    layout = StepLayout(5, 6, 16)
     steps = (([2, 0, 3], [1, 3, 7], [1, 0, 1], 1), ([1], [5], [0], 2), ([4, 2, 0, 3, 1], [1] * 5, [1, 1, 0, 1, 1], 2))
     for rows, query_lens, sampled, groups in steps:
-        mail = torch.zeros(3, layout.words, dtype=torch.int32)
-        letter, total = mail[1], sum(query_lens)
-        letter[1:5] = torch.tensor([len(rows), total, query_lens.count(1), sum(sampled)])
-        for at, values in ((Letter.ROWS, rows), (layout.query_lens, query_lens), (layout.sampled, sampled)):
-            letter[at : at + len(rows)] = torch.tensor(values)
-        letter[layout.tokens : layout.tokens + total] = torch.randint(-1, 9, (total,))
-        _write_updates(letter, layout, 4, groups * 5 * 7)
+        ring = torch.zeros(3, layout.words, dtype=torch.int32)
+        entry, total = ring[1], sum(query_lens)
+        entry[1:5] = torch.tensor([len(rows), total, query_lens.count(1), sum(sampled)])
+        for at, values in ((StepLayout.ROWS, rows), (layout.query_lens, query_lens), (layout.sampled, sampled)):
+            entry[at : at + len(rows)] = torch.tensor(values)
+        entry[layout.tokens : layout.tokens + total] = torch.randint(-1, 9, (total,))
+        _write_updates(entry, layout, 4, groups * 5 * 7)
         yield Case(
             {
-                "mail": mail.to(device),
+                "ring": ring.to(device),
                 "step": torch.tensor([4], device=device),
                 **_tables(groups, device),
                 "num_tokens": 12,

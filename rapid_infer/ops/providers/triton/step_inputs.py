@@ -9,47 +9,47 @@ from torch import Tensor
 
 from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
 from rapid_infer.ops.providers.triton.slots import block_of, slot_in
-from rapid_infer.ops.step_inputs import Letter, MixedInputs
+from rapid_infer.ops.step_inputs import MixedInputs, StepLayout
 
 UPDATES_AT_ONCE = 64
 TOKENS_AT_ONCE = 32
 
 
 @triton.jit
-def _letter_number(letter, index):
+def _entry_number(entry, index):
     # The host writes this memory between steps: no cache may answer for it.
-    return tl.load(letter + index, cache_modifier=".cv")
+    return tl.load(entry + index, cache_modifier=".cv")
 
 
 @triton.jit
-def _letter_array(letter, at, index, mask, other):
-    return tl.load(letter + at + index, mask=mask, other=other, cache_modifier=".cv")
+def _entry_array(entry, at, index, mask, other):
+    return tl.load(entry + at + index, mask=mask, other=other, cache_modifier=".cv")
 
 
 @triton.jit
-def _apply_updates(letter, at, num_updates, block_tables_ptr, UPDATES: tl.constexpr):
+def _apply_updates(entry, at, num_updates, block_tables_ptr, UPDATES: tl.constexpr):
     for first in range(0, num_updates, UPDATES):
         j = first + tl.arange(0, UPDATES)
         there = j < num_updates
-        where = _letter_array(letter, at, 2 * j, there, 0)
-        block = _letter_array(letter, at, 2 * j + 1, there, 0)
+        where = _entry_array(entry, at, 2 * j, there, 0)
+        block = _entry_array(entry, at, 2 * j + 1, there, 0)
         tl.store(block_tables_ptr + where, block, mask=there)
 
 
 @triton.jit
 def _decode_inputs_kernel(
-    mail_ptr, step_ptr, block_tables_ptr, last_token_ptr, length_ptr, rows_ptr,
+    ring_ptr, step_ptr, block_tables_ptr, last_token_ptr, length_ptr, rows_ptr,
     input_ids_ptr, positions_ptr, seq_lens_ptr, slots_ptr,
-    mail_slots, mail_stride, rows_at, updates_at, table_rows, max_blocks, num_rows, block_size,
+    ring_slots, ring_stride, rows_at, updates_at, table_rows, max_blocks, num_rows, block_size,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, UPDATES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start_next(PDL)
     wait_previous(PDL)
-    letter = mail_ptr + (tl.load(step_ptr) % mail_slots) * mail_stride
+    entry = ring_ptr + (tl.load(step_ptr) % ring_slots) * ring_stride
     i = tl.arange(0, ROWS)
     inside = i < num_rows
-    row = _letter_array(letter, rows_at, i, inside, 0).to(tl.int64)
-    _apply_updates(letter, updates_at, _letter_number(letter, 0), block_tables_ptr, UPDATES)
+    row = _entry_array(entry, rows_at, i, inside, 0).to(tl.int64)
+    _apply_updates(entry, updates_at, _entry_number(entry, 0), block_tables_ptr, UPDATES)
     tl.store(rows_ptr + i, row, mask=inside)
     position = tl.load(length_ptr + row, mask=inside, other=0)
     tl.store(input_ids_ptr + i, tl.load(last_token_ptr + row, mask=inside, other=0), mask=inside)
@@ -63,16 +63,16 @@ def _decode_inputs_kernel(
 
 
 def decode_inputs(
-    mail: Tensor,
+    ring: Tensor,
     step: Tensor,
     block_tables: Tensor,
     last_token: Tensor,
     length: Tensor,
     rows: Tensor,
-    layout: Letter,
+    layout: StepLayout,
     block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`mail` may be pinned host memory."""
+    """`ring` may be pinned host memory."""
     groups, table_rows, max_blocks = block_tables.shape
     count = len(rows)
     device = rows.device
@@ -80,8 +80,8 @@ def decode_inputs(
     seq_lens = torch.empty(count, dtype=torch.int32, device=device)
     slots = torch.empty(groups, count, dtype=torch.int64, device=device)
     _decode_inputs_kernel[(1,)](
-        mail, step, block_tables, last_token, length, rows, input_ids, positions, seq_lens, slots,
-        mail.shape[0], mail.stride(0), layout.ROWS, layout.updates, table_rows, max_blocks, count, block_size,
+        ring, step, block_tables, last_token, length, rows, input_ids, positions, seq_lens, slots,
+        ring.shape[0], ring.stride(0), layout.ROWS, layout.updates, table_rows, max_blocks, count, block_size,
         GROUPS=groups, ROWS=triton.next_power_of_2(count), UPDATES=UPDATES_AT_ONCE, num_warps=4, **options(rows),
     )  # fmt: skip
     return input_ids, positions, seq_lens, slots
@@ -89,22 +89,22 @@ def decode_inputs(
 
 @triton.jit
 def _mixed_rows_kernel(
-    mail_ptr, step_ptr, block_tables_ptr, length_ptr, rows_ptr, query_start_ptr, seq_lens_ptr, decodes_ptr,
+    ring_ptr, step_ptr, block_tables_ptr, length_ptr, rows_ptr, query_start_ptr, seq_lens_ptr, decodes_ptr,
     last_ptr, sampled_rows_ptr, sampled_lens_ptr,
-    mail_slots, mail_stride, rows_at, query_lens_at, sampled_at, updates_at, max_rows, padding,
+    ring_slots, ring_stride, rows_at, query_lens_at, sampled_at, updates_at, max_rows, padding,
     ROWS: tl.constexpr, UPDATES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start_next(PDL)
     wait_previous(PDL)
-    letter = mail_ptr + (tl.load(step_ptr) % mail_slots) * mail_stride
-    num_updates, num_rows = _letter_number(letter, 0), _letter_number(letter, 1)
-    num_decodes, num_sampled = _letter_number(letter, 3), _letter_number(letter, 4)
+    entry = ring_ptr + (tl.load(step_ptr) % ring_slots) * ring_stride
+    num_updates, num_rows = _entry_number(entry, 0), _entry_number(entry, 1)
+    num_decodes, num_sampled = _entry_number(entry, 3), _entry_number(entry, 4)
     i = tl.arange(0, ROWS)
     real, inside = i < num_rows, i < max_rows
-    row = _letter_array(letter, rows_at, i, real, padding).to(tl.int64)
-    query_len = _letter_array(letter, query_lens_at, i, real, 0)
-    sampled = _letter_array(letter, sampled_at, i, real, 0)
-    _apply_updates(letter, updates_at, num_updates, block_tables_ptr, UPDATES)
+    row = _entry_array(entry, rows_at, i, real, padding).to(tl.int64)
+    query_len = _entry_array(entry, query_lens_at, i, real, 0)
+    sampled = _entry_array(entry, sampled_at, i, real, 0)
+    _apply_updates(entry, updates_at, num_updates, block_tables_ptr, UPDATES)
     end = tl.cumsum(query_len)
     seq_len = (tl.load(length_ptr + row, mask=real, other=0) + query_len).to(tl.int32)
     tl.store(length_ptr + row, (seq_len - sampled).to(tl.int64), mask=real)
@@ -126,16 +126,16 @@ def _mixed_rows_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _mixed_tokens_kernel(
-    mail_ptr, step_ptr, block_tables_ptr, last_token_ptr, rows_ptr, query_start_ptr, seq_lens_ptr,
+    ring_ptr, step_ptr, block_tables_ptr, last_token_ptr, rows_ptr, query_start_ptr, seq_lens_ptr,
     input_ids_ptr, positions_ptr, slots_ptr, live_ptr,
-    mail_slots, mail_stride, tokens_at, max_rows, table_rows, max_blocks, num_tokens, block_size,
+    ring_slots, ring_stride, tokens_at, max_rows, table_rows, max_blocks, num_tokens, block_size,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start_next(PDL)
     wait_previous(PDL)
-    letter = mail_ptr + (tl.load(step_ptr) % mail_slots) * mail_stride
+    entry = ring_ptr + (tl.load(step_ptr) % ring_slots) * ring_stride
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    known = _letter_array(letter, tokens_at, token, token < _letter_number(letter, 2), 0)
+    known = _entry_array(entry, tokens_at, token, token < _entry_number(entry, 2), 0)
     i = tl.arange(0, ROWS)
     end = tl.load(query_start_ptr + 1 + i, mask=i < max_rows, other=2147483647)
     nth = tl.sum((end[None, :] <= token[:, None]).to(tl.int32), axis=1)
@@ -155,16 +155,16 @@ def _mixed_tokens_kernel(
 
 
 def mixed_inputs(
-    mail: Tensor,
+    ring: Tensor,
     step: Tensor,
     block_tables: Tensor,
     last_token: Tensor,
     length: Tensor,
     num_tokens: int,
-    layout: Letter,
+    layout: StepLayout,
     block_size: int,
 ) -> MixedInputs:
-    """`mail` may be pinned host memory."""
+    """`ring` may be pinned host memory."""
     groups, table_rows, max_blocks = block_tables.shape
     count, device = layout.max_rows, length.device
 
@@ -186,14 +186,14 @@ def mixed_inputs(
     )
     padded = triton.next_power_of_2(count)
     _mixed_rows_kernel[(1,)](
-        mail, step, block_tables, length, made.rows, made.query_start, made.seq_lens, made.decodes,
-        made.last, made.sampled_rows, made.sampled_lens, mail.shape[0], mail.stride(0),
+        ring, step, block_tables, length, made.rows, made.query_start, made.seq_lens, made.decodes,
+        made.last, made.sampled_rows, made.sampled_lens, ring.shape[0], ring.stride(0),
         layout.ROWS, layout.query_lens, layout.sampled, layout.updates, count, table_rows - 1,
         ROWS=padded, UPDATES=UPDATES_AT_ONCE, num_warps=4, **options(length),
     )  # fmt: skip
     _mixed_tokens_kernel[(triton.cdiv(num_tokens, TOKENS_AT_ONCE),)](
-        mail, step, block_tables, last_token, made.rows, made.query_start, made.seq_lens,
-        made.input_ids, made.positions, made.slots, made.live, mail.shape[0], mail.stride(0),
+        ring, step, block_tables, last_token, made.rows, made.query_start, made.seq_lens,
+        made.input_ids, made.positions, made.slots, made.live, ring.shape[0], ring.stride(0),
         layout.tokens, count, table_rows, max_blocks, num_tokens, block_size,
         GROUPS=groups, ROWS=padded, TOKENS=TOKENS_AT_ONCE, num_warps=4, **options(length),
     )  # fmt: skip

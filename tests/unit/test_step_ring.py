@@ -1,4 +1,4 @@
-"""A letter says what its step needs, whatever stood in its slot of the ring before."""
+"""An entry says what its step needs, whatever stood in its slot of the ring before."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch import Tensor
 from rapid_infer.engine.row_fields import SamplingFeatures
 from rapid_infer.engine.step_plan import NewBlocks, StepPlan
 from rapid_infer.errors import ConfigError
-from rapid_infer.ops.step_inputs import Letter, decode_inputs, mixed_inputs
+from rapid_infer.ops.step_inputs import StepLayout, decode_inputs, mixed_inputs
 from rapid_infer.worker import model_runner
-from rapid_infer.worker.mailbox import Mailbox, check_entries
+from rapid_infer.worker.step_ring import StepRing, check_entries
 
 ROWS, BLOCKS, SIZE, SLOTS = 5, 6, 4, 3
-LAYOUT = Letter(ROWS, 8, 16)
+LAYOUT = StepLayout(ROWS, 8, 16)
 
 
 def i32(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def make_mailbox() -> Mailbox:
-    return Mailbox(torch.device("cpu"), LAYOUT, slots=SLOTS, table_shape=(2, ROWS + 1, BLOCKS))
+def make_ring() -> StepRing:
+    return StepRing(torch.device("cpu"), LAYOUT, slots=SLOTS, table_shape=(2, ROWS + 1, BLOCKS))
 
 
 def tables() -> dict[str, Tensor]:
@@ -37,17 +37,17 @@ def tables() -> dict[str, Tensor]:
     }
 
 
-def decode(mailbox: Mailbox, rows: int) -> list[Tensor]:
-    """What the device makes of the newest letter, and leaves behind."""
+def decode(ring: StepRing, rows: int) -> list[Tensor]:
+    """What the device makes of the newest entry, and leaves behind."""
     kept, numbers = tables(), torch.zeros(rows, dtype=torch.int64)
-    step = torch.tensor([mailbox.sent - 1])
-    found = decode_inputs(mailbox.mail, step, **kept, rows=numbers, layout=LAYOUT, block_size=SIZE)
+    step = torch.tensor([ring.written - 1])
+    found = decode_inputs(ring.inputs, step, **kept, rows=numbers, layout=LAYOUT, block_size=SIZE)
     return [*found, numbers, *kept.values()]
 
 
-def mixed(mailbox: Mailbox, step: int) -> list[Tensor]:
+def mixed(ring: StepRing, step: int) -> list[Tensor]:
     kept = tables()
-    found = mixed_inputs(mailbox.mail, torch.tensor([step]), **kept, num_tokens=16, layout=LAYOUT, block_size=SIZE)
+    found = mixed_inputs(ring.inputs, torch.tensor([step]), **kept, num_tokens=16, layout=LAYOUT, block_size=SIZE)
     return [*found, *kept.values()]
 
 
@@ -69,16 +69,16 @@ PLAN = StepPlan(
 
 @pytest.mark.parametrize("what", ["decode", "mixed"])
 def test_what_a_slot_has_held_does_not_matter(what: str) -> None:
-    fresh, used = make_mailbox(), make_mailbox()
-    used.mail.fill_(1)
+    fresh, used = make_ring(), make_ring()
+    used.inputs.fill_(1)
     found = []
-    for mailbox in (fresh, used):
+    for ring in (fresh, used):
         if what == "decode":
-            assert mailbox.send_decode(i32(3, 0), 4, NEW) == 0
-            found.append(decode(mailbox, 4))
+            assert ring.write_decode(i32(3, 0), 4, NEW) == 0
+            found.append(decode(ring, 4))
         else:
-            assert mailbox.send_mixed(PLAN, NEW) == 0
-            found.append(mixed(mailbox, 0))
+            assert ring.write_mixed(PLAN, NEW) == 0
+            found.append(mixed(ring, 0))
     for want, got in zip(*found, strict=True):
         assert torch.equal(want, got)
     if what == "decode":
@@ -86,7 +86,7 @@ def test_what_a_slot_has_held_does_not_matter(what: str) -> None:
         assert found[1][2].tolist() == [12, 8, 0, 0]
 
 
-def test_tables_with_more_entries_than_a_letter_can_number() -> None:
+def test_tables_with_more_entries_than_an_entry_can_number() -> None:
     """Steps are not recorded over them, and others bring their block updates in another way."""
     table: Any = SimpleNamespace(
         dummy=1024, length=torch.zeros(1025), block_tables=torch.empty(4, 1025, 10_000_000 // 16, device="meta")
@@ -99,15 +99,15 @@ def test_tables_with_more_entries_than_a_letter_can_number() -> None:
     assert make_layout(table).max_updates > 3 * 1024
 
 
-def make_layout(table: Any) -> Letter:
-    return model_runner.make_mailbox(table, 64, 16, 3).layout
+def make_layout(table: Any) -> StepLayout:
+    return model_runner.make_ring(table, 64, 16, 3).layout
 
 
-def test_a_letter_that_asks_for_nothing_changes_nothing() -> None:
-    mailbox = make_mailbox()
+def test_an_entry_that_asks_for_nothing_changes_nothing() -> None:
+    ring = make_ring()
     untouched = list(tables().values())
-    mailbox.sent = 1
-    by_rows = decode(mailbox, ROWS)
+    ring.written = 1
+    by_rows = decode(ring, ROWS)
     assert by_rows[4].tolist() == [ROWS] * ROWS
-    for kept in (by_rows, mixed(mailbox, 0)):
+    for kept in (by_rows, mixed(ring, 0)):
         assert all(map(torch.equal, kept[-3:], untouched))
