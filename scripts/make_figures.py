@@ -62,7 +62,7 @@ def request_path() -> str:
         Box(460, 150, 190, 62, "ModelRunner", ("one copy, then gather",), DEVICE),
         Box(710, 150, 170, 62, "RequestTable", ("tokens, lengths, blocks",), DEVICE),
         Box(350, 280, 190, 62, "forward", ("model: hidden [S, hidden]",), DEVICE),
-        Box(600, 280, 210, 62, "finish", ("head, sampling, advance",), DEVICE),
+        Box(600, 280, 210, 62, "sample", ("head, sampling, advance",), DEVICE),
     ]
     arrows = [
         arrow(170, 51, 228, 51, "Request"),

@@ -115,16 +115,16 @@ class EngineCore:
     def _launch(self, step: ScheduledStep, outputs: StepOutputs) -> None:
         begin = self.executor.launch_forward if step.gated else self.executor.launch
         try:
-            with span("engine.scheduled_step"):
+            with span("engine.launch"):
                 handle = begin(step.plan)
         except Exception as error:
             self._fail([step], error, outputs)
             return
         self._in_flight.append((step, handle))
         if step.gated:
-            self._finish_gated(step, handle, outputs)
+            self._sample_gated(step, handle, outputs)
 
-    def _finish_gated(self, step: ScheduledStep, handle: Any, outputs: StepOutputs) -> None:
+    def _sample_gated(self, step: ScheduledStep, handle: Any, outputs: StepOutputs) -> None:
         """While the device is at the forward, read the tokens that the masks follow, and make these."""
         while len(self._in_flight) > 1:
             self._collect(outputs)
@@ -133,7 +133,7 @@ class EngineCore:
         running = [(row, request) for row, request in step.gated if request.status is RequestStatus.RUNNING]
         masks, failed = make_masks(running, self.info.vocab_size)
         try:
-            self.executor.launch_finish(handle, masks)
+            self.executor.launch_sample(handle, masks)
         except Exception as error:
             self._in_flight.clear()
             self._fail([step], error, outputs)

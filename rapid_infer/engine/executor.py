@@ -38,10 +38,10 @@ class Executor(Protocol):
         ...
 
     def launch_forward(self, plan: StepPlan) -> Any:
-        """As `launch`, but without choosing tokens: `launch_finish` must follow before the next launch."""
+        """As `launch`, but without choosing tokens: `launch_sample` must follow before the next launch."""
         ...
 
-    def launch_finish(self, handle: Any, masks: RowMasks | None) -> None:
+    def launch_sample(self, handle: Any, masks: RowMasks | None) -> None:
         """Choose the tokens of the step just begun, under these masks. May raise what that raised."""
         ...
 

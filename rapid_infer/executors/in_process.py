@@ -58,8 +58,8 @@ class InProcessExecutor:
     def launch_forward(self, plan: StepPlan) -> StepHandle:
         return self.runner.launch_forward(plan)
 
-    def launch_finish(self, handle: StepHandle, masks: RowMasks | None) -> None:
-        self.runner.launch_finish(handle, masks)
+    def launch_sample(self, handle: StepHandle, masks: RowMasks | None) -> None:
+        self.runner.launch_sample(handle, masks)
 
     def collect(self, handle: StepHandle) -> StepResult:
         return self.runner.collect(handle)

@@ -1,1 +1,1 @@
-"""One rank's side of a step: device state, the forward and finish parts, sampling, and the copy back."""
+"""One rank's side of a step: device state, forward, sampling, and the copy back."""

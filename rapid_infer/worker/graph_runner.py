@@ -1,4 +1,4 @@
-"""Records the step program as two CUDA graphs a step, `forward` and `finish`, and replays them.
+"""Records the step program as two CUDA graphs a step, `forward` and `sample`, and replays them.
 
 Neither needs the host, and nothing in their keys or launches depends on a sequence's length. Decode steps, one token
 for every row, are recorded by number of rows; mixed steps, which hold longer queries too, by number of tokens. Where
@@ -24,7 +24,7 @@ from rapid_infer.layers.attention import CachedModule
 from rapid_infer.layers.stack import distinct_layers
 from rapid_infer.worker.graph_recorder import Recorder
 from rapid_infer.worker.logprobs import Logprobs
-from rapid_infer.worker.program import Sampled, StepProgram, StepShape
+from rapid_infer.worker.program import ForwardOutput, StepProgram, StepShape
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ USUAL = (GREEDY, SamplingFeatures(random=True), SamplingFeatures(random=True, tr
 DECODE, MIXED, FRESH = "decode", "mixed", "fresh"
 
 Key = tuple[str, int, int]
-"""(kind, rows or tokens of a forward graph, rows of a finish graph)"""
+"""(kind, rows or tokens of a forward graph, rows of a sample graph)"""
 
 
 def row_buckets(limit: int) -> list[int]:
@@ -78,9 +78,9 @@ class GraphRunner:
         self.sizes, self.token_sizes = row_buckets(self.max_rows), token_buckets(max_tokens)
         self._row_bucket, self._token_bucket = _fit(self.sizes), _fit(self.token_sizes)
         self._asks_for_context = asks_for_context(program.model)
-        self._mixed_sampled: Sampled | None = None
-        self._forward: dict[tuple[str, int], tuple[torch.cuda.CUDAGraph, Sampled]] = {}
-        self._finish: dict[Any, tuple[torch.cuda.CUDAGraph, Logprobs | None]] = {}
+        self._mixed_output: ForwardOutput | None = None
+        self._forward: dict[tuple[str, int], tuple[torch.cuda.CUDAGraph, ForwardOutput]] = {}
+        self._sample: dict[Any, tuple[torch.cuda.CUDAGraph, Logprobs | None]] = {}
         self._recorder = recorder
         self._started = False
         self.replays: Counter[str] = Counter()
@@ -89,7 +89,7 @@ class GraphRunner:
     @property
     def recorded(self) -> dict[str, int]:
         kinds = Counter(kind for kind, _ in self._forward)
-        return {DECODE: kinds[DECODE], MIXED: kinds[MIXED] + kinds[FRESH], "finish": len(self._finish)}
+        return {DECODE: kinds[DECODE], MIXED: kinds[MIXED] + kinds[FRESH], "sample": len(self._sample)}
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -98,7 +98,7 @@ class GraphRunner:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Record every forward and its usual finishes, largest first: smaller ones fit into the same memory.
+        """Record every forward and the usual ways to sample, largest first: smaller ones fit into the same memory.
 
         Decode comes before all others, since a step of one row took up to 4 % longer when recorded after them:
         docs/performance/h200.md has the measurements; the cause is not known. No step may be in flight.
@@ -110,7 +110,7 @@ class GraphRunner:
         for size, kind in product(reversed(self.token_sizes), self.kinds):
             self.capture_forward(kind, size)
         for size, kind, features in product(reversed(self.sizes), (DECODE, MIXED), USUAL):
-            self.capture_finish(kind, size, features)
+            self.capture_sample(kind, size, features)
         self.program.ring.resync()
         self._started = True
         self._recorder.release_unused()
@@ -120,7 +120,7 @@ class GraphRunner:
         return plan.prompt_scores is None and plan.num_tokens <= self.token_sizes[-1]
 
     def key_of(self, plan: StepPlan) -> Key:
-        """Which graphs run a step. The finish of a fresh step is a mixed one's."""
+        """Which graphs run a step. The tokens of a fresh step are sampled by a mixed one's graph."""
         if plan.is_decode:
             size = self._row_bucket[len(plan.rows)]
             return DECODE, size, size
@@ -132,17 +132,17 @@ class GraphRunner:
         self._forward[key[:2]][0].replay()
         self.replays["forward"] += 1
 
-    def launch_finish(self, key: Key, features: SamplingFeatures) -> Logprobs | None:
+    def launch_sample(self, key: Key, features: SamplingFeatures) -> Logprobs | None:
         """Replay the second part; the result lies where the next replay writes its own."""
         kind, _, rows = key
-        finish = self._finish.get(self._finish_key(kind, rows, features))
-        if finish is None:
-            finish = self.capture_finish(kind, rows, features)
-        finish[0].replay()
-        self.replays["finish"] += 1
-        return finish[1]
+        recorded = self._sample.get(self._sample_key(kind, rows, features))
+        if recorded is None:
+            recorded = self.capture_sample(kind, rows, features)
+        recorded[0].replay()
+        self.replays["sample"] += 1
+        return recorded[1]
 
-    def _finish_key(self, kind: str, size: int, features: SamplingFeatures) -> Any:
+    def _sample_key(self, kind: str, size: int, features: SamplingFeatures) -> Any:
         kind = DECODE if kind == DECODE else MIXED
         if features.logprobs is not None:
             # A graph for every number of alternatives would be too many; the host takes what it needs.
@@ -161,7 +161,7 @@ class GraphRunner:
         """Record a forward of `size` rows, one token each, or of `size` tokens."""
         shape = self.shape(kind, size)
 
-        def run() -> Sampled:
+        def run() -> ForwardOutput:
             sampled = self.program.forward(shape)
             return sampled if shape.decode else self._keep(sampled)
 
@@ -178,28 +178,28 @@ class GraphRunner:
             recorded = self._recorder.record(what, run)
         self._forward[kind, size] = recorded
 
-    def _keep(self, sampled: Sampled) -> Sampled:
-        """In the same buffers for all mixed forwards, so that a finish serves any of them."""
-        if self._mixed_sampled is None:
+    def _keep(self, sampled: ForwardOutput) -> ForwardOutput:
+        """In the same buffers for all mixed forwards, so that one sample graph serves all of them."""
+        if self._mixed_output is None:
             tensors = (sampled.hidden, sampled.rows, sampled.lengths)
-            self._mixed_sampled = Sampled(*map(torch.empty_like, tensors))
-        kept = self._mixed_sampled
+            self._mixed_output = ForwardOutput(*map(torch.empty_like, tensors))
+        kept = self._mixed_output
         kept.hidden.copy_(sampled.hidden)
         kept.rows.copy_(sampled.rows)
         kept.lengths.copy_(sampled.lengths)
         return kept
 
-    def capture_finish(
+    def capture_sample(
         self, kind: str, size: int, features: SamplingFeatures
     ) -> tuple[torch.cuda.CUDAGraph, Logprobs | None]:
         """Record how tokens are chosen after a forward of this kind for up to `size` rows."""
-        key = self._finish_key(kind, size, features)
+        key = self._sample_key(kind, size, features)
         features = key[2]
         if kind == DECODE:
             sampled = self._forward[kind, size][1]
         else:
-            assert self._mixed_sampled is not None
-            sampled = self._mixed_sampled.first(size)
+            assert self._mixed_output is not None
+            sampled = self._mixed_output.first(size)
 
         def run() -> Logprobs | None:
             return self.program.sample(sampled, features)
@@ -210,9 +210,9 @@ class GraphRunner:
         # At the start all entries are empty; later a commit that is not recorded would move real rows.
         warm_up = choose if self._started else run
         began = time.perf_counter()
-        recorded = self._recorder.record(f"finish of {size} rows with {features}", run, warm_up)
+        recorded = self._recorder.record(f"sampling of {size} rows with {features}", run, warm_up)
         if self._started:
             self.late.count += 1
             self.late.seconds += time.perf_counter() - began
-        self._finish[key] = recorded
+        self._sample[key] = recorded
         return recorded

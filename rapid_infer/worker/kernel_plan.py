@@ -94,7 +94,7 @@ class _Steps:
             graphs.capture_forward(DECODE, size)
             # It makes no difference what kind of forward came before.
             for features in (*CHOICES, *(TRUNCATIONS if size in (1, self.max_rows) else ())):
-                graphs.capture_finish(DECODE, size, features)
+                graphs.capture_sample(DECODE, size, features)
 
     def run_eager(self) -> None:
         """Beside recorded steps, those that score prompts, and the one that measures memory."""

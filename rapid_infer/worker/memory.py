@@ -19,8 +19,8 @@ WORST = SamplingFeatures(random=True, truncated=True, min_p=True, penalties=True
 GRAPH_OVERHEAD = GIB // 2
 """What recorded graphs take beside their buffers, for sampling in its variants."""
 BYTES_PER_RECORDED_OP = 64 * 1024
-"""An estimate: nodes of a graph live in device memory. 20 decode graphs of 36 layers, with their finishes and buffers,
-took 0.97 GiB on an H200."""
+"""An estimate: nodes of a graph live in device memory. 20 decode graphs of 36 layers, with their sample graphs and
+buffers, took 0.97 GiB on an H200."""
 
 
 MORE_ROOM = (

@@ -1,4 +1,4 @@
-"""Runs one step: apply the delta, write its entry in the ring, then forward and finish, replayed or eagerly.
+"""Runs one step: apply the delta, write its entry in the ring, then forward and sample, replayed or eagerly.
 
 Nothing here waits for the device but `collect`.
 """
@@ -19,7 +19,7 @@ from rapid_infer.profiling import span
 from rapid_infer.worker.graph_recorder import GraphRecorder, Recorder
 from rapid_infer.worker.graph_runner import DECODE, GraphRunner, Key
 from rapid_infer.worker.logprobs import Logprobs
-from rapid_infer.worker.program import Sampled, StepProgram, StepShape
+from rapid_infer.worker.program import ForwardOutput, StepProgram, StepShape
 from rapid_infer.worker.request_table import RequestTable
 from rapid_infer.worker.staging import Staging
 from rapid_infer.worker.step_ring import MAX_TABLE_ENTRIES, StepRing, check_entries
@@ -34,14 +34,14 @@ class StepHandle:
     """A launched step, whose tokens will be in `slot` of the ring.
 
     key       the graphs that run it; None: it runs eagerly
-    begun     what an eager step still has to finish
+    output    of an eager forward, from which tokens are still to be sampled
     targets   `[n]` int64: what its tokens to be scored are followed by
     """
 
     plan: StepPlan
     slot: int
     key: Key | None = None
-    begun: Sampled | None = None
+    output: ForwardOutput | None = None
     targets: Tensor | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
@@ -79,7 +79,7 @@ class ModelRunner:
         self._staging = Staging(device, self._slots)
         self._events = [torch.cuda.Event() for _ in range(self._slots)] if device.type == "cuda" else []
         self._launched = 0
-        self._unfinished = False
+        self._half_launched = False
 
     @property
     def model(self) -> Any:
@@ -103,18 +103,18 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
         handle = self._forward(plan)
-        self._finish(handle, None)
+        self._sample(handle, None)
         return handle
 
     @torch.inference_mode()
     def launch_forward(self, plan: StepPlan) -> StepHandle:
-        """Start a step whose tokens `launch_finish` chooses."""
+        """Start a step whose tokens `launch_sample` chooses."""
         return self._forward(plan)
 
     @torch.inference_mode()
-    def launch_finish(self, handle: StepHandle, masks: RowMasks | None = None) -> None:
+    def launch_sample(self, handle: StepHandle, masks: RowMasks | None = None) -> None:
         """Choose the tokens of the step just begun; `masks` hold from this step on."""
-        self._finish(handle, masks)
+        self._sample(handle, masks)
 
     def _forward(self, plan: StepPlan) -> StepHandle:
         graphs = self.graphs
@@ -127,37 +127,37 @@ class ModelRunner:
             else:
                 # On a GPU the same launches as in a graph.
                 shape = StepShape.of(plan, counted=self.device.type == "cpu")
-                handle.begun = self.program.forward(shape, scored)
+                handle.output = self.program.forward(shape, scored)
         return handle
 
-    def _finish(self, handle: StepHandle, masks: RowMasks | None) -> None:
+    def _sample(self, handle: StepHandle, masks: RowMasks | None) -> None:
         plan = handle.plan
         if masks is not None:
             self.table.tokens.apply(None, masks, iter(self._staging.put(TokenState.delta(None, masks))))
-        with span("worker.finish"):
-            if handle.begun is not None:
-                logprobs = self._finish_eagerly(handle, handle.begun)
+        with span("worker.sample"):
+            if handle.output is not None:
+                logprobs = self._sample_eagerly(handle, handle.output)
             else:
                 assert self.graphs is not None
                 assert handle.key is not None
-                logprobs = self.graphs.launch_finish(handle.key, plan.features)
-            self._unfinished = False
+                logprobs = self.graphs.launch_sample(handle.key, plan.features)
+            self._half_launched = False
             if logprobs is not None:
                 handle.logprobs = self._to_host(logprobs)
         handle.done = self._record()
 
-    def _finish_eagerly(self, handle: StepHandle, begun: Sampled) -> Logprobs | None:
+    def _sample_eagerly(self, handle: StepHandle, output: ForwardOutput) -> Logprobs | None:
         plan, targets, logprobs = handle.plan, handle.targets, None
-        handle.begun = handle.targets = None
+        handle.output = handle.targets = None
         if len(plan.sampled):
-            logprobs = self.program.sample(begun, plan.features)
+            logprobs = self.program.sample(output, plan.features)
         else:
             # No row gets a token.
             self.ring.resync()
         if plan.prompt_scores is not None:
-            assert begun.scored is not None
+            assert output.scored is not None
             assert targets is not None
-            handle.prompt_logprobs = self._to_host(self.program.score(begun.scored, targets, plan.prompt_scores.count))
+            handle.prompt_logprobs = self._to_host(self.program.score(output.scored, targets, plan.prompt_scores.count))
         return logprobs
 
     def _write_inputs(self, plan: StepPlan, key: Key | None) -> tuple[StepHandle, Tensor | None]:
@@ -165,10 +165,10 @@ class ModelRunner:
 
         Returns those tokens too.
         """
-        if self._unfinished:
+        if self._half_launched:
             # The step before this one stopped half-way.
             self.ring.resync()
-        self._unfinished = True
+        self._half_launched = True
         updates = sum(len(group.rows) for group in plan.new_blocks)
         extra = plan.new_rows is not None or plan.token_lists is not None or plan.masks is not None
         staged = extra or updates > self.ring.layout.max_updates

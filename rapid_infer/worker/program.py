@@ -62,7 +62,7 @@ class StepShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class ForwardOutput:
     """What a forward leaves of the rows that get a token: hidden `[S, hidden]`, rows `[S]` int64, lengths `[S]` int32,
     this step's tokens included.
 
@@ -74,8 +74,8 @@ class Sampled:
     lengths: Tensor
     scored: Tensor | None = None
 
-    def first(self, n: int) -> Sampled:
-        return Sampled(self.hidden[:n], self.rows[:n], self.lengths[:n])
+    def first(self, n: int) -> ForwardOutput:
+        return ForwardOutput(self.hidden[:n], self.rows[:n], self.lengths[:n])
 
 
 class StepProgram:
@@ -93,7 +93,7 @@ class StepProgram:
         self._rows = torch.full((max_rows,), table.dummy, dtype=torch.int64, device=device)
         self._query_start = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
 
-    def forward(self, shape: StepShape, scored: Tensor | None = None) -> Sampled:
+    def forward(self, shape: StepShape, scored: Tensor | None = None) -> ForwardOutput:
         """The first part of a step; `scored` int64: tokens whose hidden states are asked for beside the sampled ones.
 
         The result is good until the next forward.
@@ -104,7 +104,7 @@ class StepProgram:
             batch.logits_indices = None
         hidden = self.model(batch)
         batch.logits_indices = wanted
-        return Sampled(batch.sampled(hidden), rows, lengths, None if scored is None else hidden[scored])
+        return ForwardOutput(batch.sampled(hidden), rows, lengths, None if scored is None else hidden[scored])
 
     def _decode(self, shape: StepShape) -> tuple[ForwardBatch, Tensor, Tensor]:
         """(batch, rows that get a token, their lengths)."""
@@ -150,12 +150,12 @@ class StepProgram:
             for group, block_table in enumerate(self.table.block_tables)
         ]
 
-    def choose(self, sampled: Sampled, features: SamplingFeatures) -> Chosen:
+    def choose(self, sampled: ForwardOutput, features: SamplingFeatures) -> Chosen:
         """A token for each row; changes nothing."""
         head, ops = self.model.head, self._sampling
         return choose(head, self.table, sampled.hidden, sampled.rows, sampled.lengths, features, ops)
 
-    def sample(self, sampled: Sampled, features: SamplingFeatures) -> Logprobs | None:
+    def sample(self, sampled: ForwardOutput, features: SamplingFeatures) -> Logprobs | None:
         """The second part of a step: tokens to where the next step and the host find them, lengths and step advance."""
         table, ring = self.table, self.ring
         chosen = self.choose(sampled, features)

@@ -75,7 +75,7 @@ def graphs_of(llm: LLM) -> Any:
 def replays(llm: LLM) -> int:
     """Steps replayed so far; both of their graphs are counted."""
     counts = graphs_of(llm).replays
-    assert counts["forward"] == counts["finish"]
+    assert counts["forward"] == counts["sample"]
     return counts["forward"]
 
 
@@ -128,22 +128,22 @@ def traffic(llm: LLM, seed: int, steps: int) -> dict[str, int]:
 
 
 def record_all(llm: LLM, run: Callable[[], object]) -> None:
-    """Do `run`, then record every finish that steps with the features it met can need."""
+    """Do `run`, then record every sample graph that steps with the features it met can need."""
     graphs = graphs_of(llm)
-    finish, met = graphs.launch_finish, {GREEDY: None}
+    sample, met = graphs.launch_sample, {GREEDY: None}
 
     def noted(key, features):
         met[features] = None
-        return finish(key, features)
+        return sample(key, features)
 
-    graphs.launch_finish = noted
+    graphs.launch_sample = noted
     try:
         run()
     finally:
-        del graphs.launch_finish
+        del graphs.launch_sample
     torch.cuda.synchronize()
     with torch.inference_mode():
         for kind, size, features in itertools.product((DECODE, MIXED), graphs.sizes, met):
-            if graphs._finish_key(kind, size, features) not in graphs._finish:
-                graphs.capture_finish(kind, size, features)
+            if graphs._sample_key(kind, size, features) not in graphs._sample:
+                graphs.capture_sample(kind, size, features)
     torch.cuda.synchronize()

@@ -71,7 +71,7 @@ def test_replays_give_the_bits_of_the_same_code_run_eagerly(name, dtype, tiny, o
         n = len(plan.sampled)
         kind, size, rows = handle.key
         forward, sampled = graphs._forward[kind, size]
-        finish, logprobs = graphs._finish[graphs._finish_key(kind, rows, plan.features)]
+        sample, logprobs = graphs._sample[graphs._sample_key(kind, rows, plan.features)]
         results = runner.ring.results[handle.slot, :n]
         replayed = [sampled.hidden[:n].clone(), sampled.lengths[:n].clone(), results.clone()]
         scores = [] if logprobs is None else [tensor[:n].clone() for tensor in logprobs]
@@ -79,7 +79,7 @@ def test_replays_give_the_bits_of_the_same_code_run_eagerly(name, dtype, tiny, o
             tensor.copy_(value)
         results.fill_(-7)
         again = code[forward]()
-        found = code[finish]()
+        found = code[sample]()
         torch.cuda.synchronize()
         hidden = again.hidden
         eager = [hidden[:n], again.lengths[:n], results]

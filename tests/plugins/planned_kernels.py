@@ -144,7 +144,7 @@ def steps(path: str) -> dict[str, dict[str, list[str]]]:
         eager: list[str] = []
         with in_order(recorded):
             graphs.capture_forward(kind, size)
-            graphs.capture_finish(kind, rows, GREEDY)
+            graphs.capture_sample(kind, rows, GREEDY)
         with in_order(eager):
             program.sample(program.forward(StepShape.of(plan, counted=False)), GREEDY)
         found[kind] = {"recorded": recorded, "eager": eager}

@@ -226,13 +226,13 @@ def run_core(llm, requests):
 
         setattr(core.executor, name, wrapped)
 
-    for name in ("launch", "launch_forward", "launch_finish", "collect"):
+    for name in ("launch", "launch_forward", "launch_sample", "collect"):
         noted(name)
     for one in requests:
         core.add_request(one)
     while core.has_unfinished_requests():
         ends |= {finished.request_id: finished for finished in core.step().finished}
-    for name in ("launch", "launch_forward", "launch_finish", "collect"):
+    for name in ("launch", "launch_forward", "launch_sample", "collect"):
         delattr(core.executor, name)
     return calls, ends
 
@@ -275,7 +275,7 @@ def test_a_mask_that_follows_the_output(engine, mixed, open_engine):
 def test_gated_rows_run_in_every_step_beside_free_ones(depth, mixed, open_engine):
     llm = open_engine(queue_depth=depth)
     calls, _ = run_core(llm, core_requests(mixed, Alternating))
-    plans = [plan for name, plan in calls if name.startswith("launch") and name != "launch_finish"]
+    plans = [plan for name, plan in calls if name.startswith("launch") and name != "launch_sample"]
     assert all(set(plan.rows[plan.sampled].tolist()) == set(range(8)) for plan in plans[:LENGTH])
 
 
@@ -284,15 +284,15 @@ def test_a_forward_is_begun_before_the_tokens_that_its_masks_follow_are_read(dep
     llm = open_engine(queue_depth=depth)
     calls, _ = run_core(llm, core_requests(mixed, Alternating))
     names = [(name, plan.step - calls[0][1].step) for name, plan in calls]
-    one_by_one = ["launch_forward", "launch_finish", "collect"]
+    one_by_one = ["launch_forward", "launch_sample", "collect"]
     expected = [(name, step) for step in range(LENGTH) for name in one_by_one]
     if depth == 2:
         middle = [
             call
             for step in range(1, LENGTH)
-            for call in (("launch_forward", step), ("collect", step - 1), ("launch_finish", step))
+            for call in (("launch_forward", step), ("collect", step - 1), ("launch_sample", step))
         ]
-        expected = [("launch_forward", 0), ("launch_finish", 0), *middle, ("collect", LENGTH - 1)]
+        expected = [("launch_forward", 0), ("launch_sample", 0), *middle, ("collect", LENGTH - 1)]
     assert names == expected
 
 

@@ -56,9 +56,9 @@ def answers(outputs: list[RequestOutput]) -> list[Any]:
 
 def check(pair: tuple[LLM, LLM], batch: list[list[int]], params: list[SamplingParams]) -> None:
     eager, recorded = pair
-    before = runner_of(recorded).graphs.replays["finish"]
+    before = runner_of(recorded).graphs.replays["sample"]
     assert answers(recorded.generate(batch, params)) == answers(eager.generate(batch, params))
-    assert runner_of(recorded).graphs.replays["finish"] > before
+    assert runner_of(recorded).graphs.replays["sample"] > before
     assert runner_of(eager).graphs is None
 
 
@@ -176,16 +176,16 @@ def test_a_step_that_stopped_half_way_leaves_the_next_ones_as_they_are(
 ) -> None:
     eager, recorded = pair(qwen3, queue_depth=depth)
     graphs, (prompt, *batch) = runner_of(recorded).graphs, prompts([6, 6, 21, 3], seed=3)
-    finish, calls = graphs.launch_finish, 0
+    sample, calls = graphs.launch_sample, 0
 
     def fails_once(*args: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 3:
             raise RuntimeError("out of luck")
-        return finish(*args)
+        return sample(*args)
 
-    monkeypatch.setattr(graphs, "launch_finish", fails_once)
+    monkeypatch.setattr(graphs, "launch_sample", fails_once)
     greedy = SamplingParams(**GREEDY, max_tokens=12)
     [failed] = recorded.generate([prompt], greedy)
     assert failed.outputs[0].finish_reason == "error"

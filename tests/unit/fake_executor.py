@@ -103,7 +103,7 @@ class Failures:
 
     launch: Callable[[int], bool] = lambda step: False
     collect: Callable[[int], bool] = lambda step: False
-    finish: Callable[[int], bool] = lambda step: False
+    sample: Callable[[int], bool] = lambda step: False
     rows: Callable[[StepPlan], np.ndarray] = lambda plan: np.zeros(len(plan.sampled), bool)
 
 
@@ -180,14 +180,14 @@ class FakeExecutor:
         self.unfinished = handle
         return handle
 
-    def launch_finish(self, handle: Launched, masks: RowMasks | None) -> None:
+    def launch_sample(self, handle: Launched, masks: RowMasks | None) -> None:
         with self._noting_violations():
             assert handle is self.unfinished, "not the step just begun"
             assert self._in_flight == [handle], "a mask may follow the tokens of a step that was not collected"
         self.unfinished = None
-        if self.failures.finish(handle.plan.step):
+        if self.failures.sample(handle.plan.step):
             handle.broken = True
-            raise RuntimeError(f"finish of step {handle.plan.step}")
+            raise RuntimeError(f"sampling of step {handle.plan.step}")
 
     def collect(self, handle: Launched) -> StepResult:
         with self._noting_violations():

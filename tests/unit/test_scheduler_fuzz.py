@@ -68,7 +68,7 @@ def random_failures(rng: random.Random) -> Failures:
     def fails(rate: float) -> Callable[[int], bool]:
         return lambda step: noise.random() < rate
 
-    return Failures(launch=fails(launch), collect=fails(collect), finish=fails(launch), rows=rows)
+    return Failures(launch=fails(launch), collect=fails(collect), sample=fails(launch), rows=rows)
 
 
 class Follower:
