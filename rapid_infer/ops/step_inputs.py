@@ -169,16 +169,22 @@ def mixed_inputs(
 
 @op(mutates=("last_token", "length", "results", "step"), capturable=False)
 def commit_tokens(
-    rows: Tensor, tokens: Tensor, best: Tensor, last_token: Tensor, length: Tensor, results: Tensor, step: Tensor
+    rows: Tensor,
+    tokens: Tensor,
+    finite_if_valid: Tensor,
+    last_token: Tensor,
+    length: Tensor,
+    results: Tensor,
+    step: Tensor,
 ) -> None:
     """Write the step's tokens where the next step and the host find them, and advance lengths and step.
 
-    rows     `[B]` int64; the padding row, the table's last, is left alone
-    tokens   `[B]` int64
-    best     `[B]` fp32: a row where it is not finite has failed; its last token becomes 0, its result -1
-    results  `[slots, max_rows]` int32, written at the step's slot
+    rows             `[B]` int64; the padding row, the table's last, is left alone
+    tokens           `[B]` int64
+    finite_if_valid  `[B]` fp32: a row where it is NaN or infinite has failed; its last token becomes 0, its result -1
+    results          `[slots, max_rows]` int32, written at the step's slot
     """
-    failed = ~torch.isfinite(best)
+    failed = ~torch.isfinite(finite_if_valid)
     real = rows != len(last_token) - 1
     results[int(step) % len(results), : len(rows)] = tokens.where(~failed, -1).int().to(results.device)
     last_token[rows] = tokens.where(real & ~failed, last_token[rows].where(~real, 0))

@@ -162,8 +162,8 @@ class GraphRunner:
         shape = self.shape(kind, size)
 
         def run() -> ForwardOutput:
-            sampled = self.program.forward(shape)
-            return sampled if shape.decode else self._keep(sampled)
+            output = self.program.forward(shape)
+            return output if shape.decode else self._keep_output(output)
 
         def warm_up() -> None:
             with distinct_layers(self.program.model):
@@ -178,37 +178,37 @@ class GraphRunner:
             recorded = self._recorder.record(what, run)
         self._forward[kind, size] = recorded
 
-    def _keep(self, sampled: ForwardOutput) -> ForwardOutput:
+    def _keep_output(self, output: ForwardOutput) -> ForwardOutput:
         """In the same buffers for all mixed forwards, so that one sample graph serves all of them."""
         if self._mixed_output is None:
-            tensors = (sampled.hidden, sampled.rows, sampled.lengths)
+            tensors = (output.hidden, output.rows, output.lengths)
             self._mixed_output = ForwardOutput(*map(torch.empty_like, tensors))
-        kept = self._mixed_output
-        kept.hidden.copy_(sampled.hidden)
-        kept.rows.copy_(sampled.rows)
-        kept.lengths.copy_(sampled.lengths)
-        return kept
+        shared = self._mixed_output
+        shared.hidden.copy_(output.hidden)
+        shared.rows.copy_(output.rows)
+        shared.lengths.copy_(output.lengths)
+        return shared
 
     def capture_sample(
         self, kind: str, size: int, features: SamplingFeatures
     ) -> tuple[torch.cuda.CUDAGraph, Logprobs | None]:
-        """Record how tokens are chosen after a forward of this kind for up to `size` rows."""
+        """Record how tokens are sampled after a forward of this kind for up to `size` rows."""
         key = self._sample_key(kind, size, features)
         features = key[2]
         if kind == DECODE:
-            sampled = self._forward[kind, size][1]
+            output = self._forward[kind, size][1]
         else:
             assert self._mixed_output is not None
-            sampled = self._mixed_output.first(size)
+            output = self._mixed_output.first(size)
 
         def run() -> Logprobs | None:
-            return self.program.sample(sampled, features)
+            return self.program.sample(output, features)
 
-        def choose() -> object:
-            return self.program.choose(sampled, features)
+        def sample_only() -> object:
+            return self.program.sample_tokens(output, features)
 
         # At the start all entries are empty; later a commit that is not recorded would move real rows.
-        warm_up = choose if self._started else run
+        warm_up = sample_only if self._started else run
         began = time.perf_counter()
         recorded = self._recorder.record(f"sampling of {size} rows with {features}", run, warm_up)
         if self._started:

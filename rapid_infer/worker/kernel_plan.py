@@ -103,11 +103,11 @@ class _Steps:
             scores, scored = plan.prompt_scores, None
             if scores is not None:
                 scored = torch.from_numpy(scores.tokens).to(META).long()
-            sampled = self.program.forward(StepShape.of(plan, counted=False), scored)
-            self.program.sample(sampled, plan.features)
+            output = self.program.forward(StepShape.of(plan, counted=False), scored)
+            self.program.sample(output, plan.features)
             if scores is not None:
-                assert sampled.scored is not None
-                self.program.score(sampled.scored, torch.from_numpy(scores.targets).to(META).long(), scores.count)
+                assert output.scored is not None
+                self.program.score(output.scored, torch.from_numpy(scores.targets).to(META).long(), scores.count)
 
     def _eager_plans(self) -> Iterator[StepPlan]:
         yield largest_step(self.max_rows, self.max_tokens, self.max_model_len)

@@ -21,7 +21,7 @@ from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.registry import OpResolver
 from rapid_infer.worker.logprobs import Logprobs, concatenate, gather_logprobs
 from rapid_infer.worker.request_table import RequestTable
-from rapid_infer.worker.sample import Chosen, SamplingOps, choose
+from rapid_infer.worker.sample import SampledTokens, SamplingOps, sample_tokens
 from rapid_infer.worker.step_ring import StepRing
 
 SCORED_AT_ONCE = 128
@@ -150,20 +150,20 @@ class StepProgram:
             for group, block_table in enumerate(self.table.block_tables)
         ]
 
-    def choose(self, sampled: ForwardOutput, features: SamplingFeatures) -> Chosen:
+    def sample_tokens(self, output: ForwardOutput, features: SamplingFeatures) -> SampledTokens:
         """A token for each row; changes nothing."""
         head, ops = self.model.head, self._sampling
-        return choose(head, self.table, sampled.hidden, sampled.rows, sampled.lengths, features, ops)
+        return sample_tokens(head, self.table, output.hidden, output.rows, output.lengths, features, ops)
 
-    def sample(self, sampled: ForwardOutput, features: SamplingFeatures) -> Logprobs | None:
+    def sample(self, output: ForwardOutput, features: SamplingFeatures) -> Logprobs | None:
         """The second part of a step: tokens to where the next step and the host find them, lengths and step advance."""
         table, ring = self.table, self.ring
-        chosen = self.choose(sampled, features)
+        new = self.sample_tokens(output, features)
         if features.penalties:
-            table.tokens.count(sampled.rows, chosen.tokens)
-        new = sampled.rows, chosen.tokens, chosen.best
-        self._commit(*new, table.last_token, table.length, ring.results, ring.step)
-        return chosen.logprobs
+            table.tokens.count(output.rows, new.tokens)
+        state = table.last_token, table.length, ring.results, ring.step
+        self._commit(output.rows, new.tokens, new.finite_if_valid, *state)
+        return new.logprobs
 
     def score(self, states: Tensor, targets: Tensor, count: int) -> Logprobs:
         """Log-probabilities of `targets` `[n]` int64 after `states` `[n, hidden]`, and of the `count` best."""

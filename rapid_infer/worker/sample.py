@@ -19,7 +19,7 @@ from rapid_infer.worker.row_settings import RowSettings
 
 
 class SamplingOps(NamedTuple):
-    """The operators of `sample`, references or bound providers."""
+    """The operators of `sample_logits`, references or bound providers."""
 
     truncate_logits: Callable[..., Tensor] = ops.truncate_logits
     gumbel_argmax: Callable[..., tuple[Tensor, Tensor]] = ops.gumbel_argmax
@@ -33,15 +33,19 @@ REFERENCE = SamplingOps()
 
 
 @dataclass(slots=True)
-class Chosen:
-    """tokens `[n]` int64; best `[n]` fp32, not finite for a row that failed, whose token means nothing."""
+class SampledTokens:
+    """tokens `[n]` int64; finite_if_valid `[n]` fp32.
+
+    That a row failed is carried in that value, which nobody reads otherwise: it is NaN or infinite, and the row's token
+    means nothing. Valid rows have their highest logit there, or 0.
+    """
 
     tokens: Tensor
-    best: Tensor
+    finite_if_valid: Tensor
     logprobs: Logprobs | None = None
 
 
-def choose(
+def sample_tokens(
     head: LMHead,
     table: RequestTable,
     hidden: Tensor,
@@ -49,30 +53,30 @@ def choose(
     lengths: Tensor,
     features: SamplingFeatures,
     with_ops: SamplingOps,
-) -> Chosen:
+) -> SampledTokens:
     """One token for each of `rows` `[n]` int64, by the settings in `table`, which is left as it is.
 
     hidden `[n, hidden]`; lengths `[n]`: tokens of each row before the new one.
     """
     if not (features.random or features.processed or features.logprobs is not None):
         best, tokens = head.argmax(hidden)
-        return Chosen(tokens, best)
+        return SampledTokens(tokens, best)
     raw = logits = head.logits(hidden)
     state = table.sampling.take(rows)
     failed = None
     if features.processed:
         failed = ~torch.isfinite(raw.amax(dim=-1))
         logits = table.tokens.process(raw, rows, lengths, state, features)
-    tokens, bad = sample(logits, state, lengths, features, with_ops)
+    tokens, bad = sample_logits(logits, state, lengths, features, with_ops)
     if failed is not None:
         bad = bad | failed
         tokens = tokens.where(~bad, 0)
-    best = torch.zeros_like(bad, dtype=torch.float32).masked_fill(bad, math.nan)
+    finite_if_valid = torch.zeros_like(bad, dtype=torch.float32).masked_fill(bad, math.nan)
     logprobs = None if features.logprobs is None else gather_logprobs(raw, tokens, features.logprobs)
-    return Chosen(tokens, best, logprobs)
+    return SampledTokens(tokens, finite_if_valid, logprobs)
 
 
-def sample(
+def sample_logits(
     logits: Tensor,
     state: RowSettings,
     position: Tensor,

@@ -10,7 +10,7 @@ from rapid_infer.engine.row_fields import SamplingFeatures
 from rapid_infer.ops import truncate_logits
 from rapid_infer.ops.noise import gumbel, uniform
 from rapid_infer.worker.row_settings import RowSettings
-from rapid_infer.worker.sample import sample
+from rapid_infer.worker.sample import sample_logits
 
 RANDOM = SamplingFeatures(random=True)
 TRUNCATED = SamplingFeatures(random=True, truncated=True)
@@ -87,7 +87,7 @@ def test_the_interval_is_open_so_that_gumbel_noise_is_finite(monkeypatch: pytest
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_frequencies_follow_the_softmax(temperature: float) -> None:
     logits, n = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5]), 20_000
-    tokens, failed = sample(logits.expand(n, -1), state(n, temperature), torch.arange(n), RANDOM)
+    tokens, failed = sample_logits(logits.expand(n, -1), state(n, temperature), torch.arange(n), RANDOM)
     assert not failed.any()
     observed = torch.bincount(tokens, minlength=5).float()
     assert abs(chi_square(observed, n * torch.softmax(logits / temperature, -1))) < 5
@@ -99,11 +99,11 @@ def test_greedy_rows_are_exact_beside_sampled_ones() -> None:
     logits[0, [3, 7]] = 9.0
     mixed = state(64, temperature=1.5, top_k=3)
     mixed.temperature[::2] = 0
-    tokens, _ = sample(logits, mixed, torch.arange(64), TRUNCATED)
+    tokens, _ = sample_logits(logits, mixed, torch.arange(64), TRUNCATED)
     assert torch.equal(tokens[::2], logits.argmax(-1)[::2])
     assert tokens[0] == 3
     assert not torch.equal(tokens[1::2], logits.argmax(-1)[1::2])
-    plain, _ = sample(logits, state(64, temperature=0), torch.arange(64), SamplingFeatures())
+    plain, _ = sample_logits(logits, state(64, temperature=0), torch.arange(64), SamplingFeatures())
     assert torch.equal(plain, logits.argmax(-1))
 
 
@@ -114,7 +114,7 @@ def test_logits_of_greedy_rows_are_not_rescaled_beside_sampled_ones() -> None:
     logits = torch.stack((best.nextafter(torch.zeros(())), best), dim=1)
     mixed = state(64, temperature=0.7, top_k=2, top_p=0.9)
     mixed.temperature[1:] = 0
-    tokens, failed = sample(logits, mixed, torch.arange(64), TRUNCATED)
+    tokens, failed = sample_logits(logits, mixed, torch.arange(64), TRUNCATED)
     assert not failed.any()
     assert (tokens[1:] == 1).all()
 
@@ -122,9 +122,9 @@ def test_logits_of_greedy_rows_are_not_rescaled_beside_sampled_ones() -> None:
 def test_a_rows_token_does_not_depend_on_its_neighbours() -> None:
     torch.manual_seed(0)
     logits, position = torch.randn(8, 50), torch.arange(8)
-    together, _ = sample(logits, state(8, top_k=5, top_p=0.8), position, TRUNCATED)
+    together, _ = sample_logits(logits, state(8, top_k=5, top_p=0.8), position, TRUNCATED)
     for i in range(8):
-        alone, _ = sample(logits[i : i + 1], state(1, top_k=5, top_p=0.8), position[i : i + 1], TRUNCATED)
+        alone, _ = sample_logits(logits[i : i + 1], state(1, top_k=5, top_p=0.8), position[i : i + 1], TRUNCATED)
         assert alone[0] == together[i]
 
 
@@ -132,7 +132,7 @@ def test_settings_of_one_row_do_not_reach_another() -> None:
     logits, n = torch.tensor([3.0, 2.0, 1.0, 0.0]).repeat(4000, 1), 4000
     mixed = state(n)
     mixed.top_k[: n // 2] = 1
-    tokens, _ = sample(logits, mixed, torch.arange(n), TRUNCATED)
+    tokens, _ = sample_logits(logits, mixed, torch.arange(n), TRUNCATED)
     assert set(tokens[: n // 2].tolist()) == {0}
     assert set(tokens[n // 2 :].tolist()) == {0, 1, 2, 3}
 
@@ -184,7 +184,7 @@ def test_a_row_that_is_not_finite_fails_alone_with_a_token_that_can_be_looked_up
     logits[:, 4] = 50.0
     logits[1, 2] = bad
     logits[2] = -math.inf
-    tokens, failed = sample(logits, state(4, top_k=3, top_p=0.9), torch.arange(4), features)
+    tokens, failed = sample_logits(logits, state(4, top_k=3, top_p=0.9), torch.arange(4), features)
     assert failed.tolist() == [False, True, True, False]
     assert tokens.tolist() == [4, 0, 0, 4]
 
@@ -194,12 +194,12 @@ def test_minus_infinity_is_a_token_that_cannot_be_drawn(settings: dict[str, floa
     logits = torch.full((2000, 8), -math.inf)
     logits[:, 5] = 0.0
     logits[:, 6] = -1.0
-    tokens, failed = sample(logits, state(2000, **settings), torch.arange(2000), TRUNCATED)  # type: ignore[arg-type]
+    tokens, failed = sample_logits(logits, state(2000, **settings), torch.arange(2000), TRUNCATED)  # type: ignore[arg-type]
     assert not failed.any()
     assert set(tokens.tolist()) <= {5, 6}
 
 
 def test_a_tiny_temperature_does_not_overflow() -> None:
     logits = torch.tensor([[1.0, 30.0, -1e4]])
-    tokens, failed = sample(logits, state(1, temperature=1e-5), torch.arange(1), RANDOM)
+    tokens, failed = sample_logits(logits, state(1, temperature=1e-5), torch.arange(1), RANDOM)
     assert (tokens.tolist(), failed.tolist()) == ([1], [False])

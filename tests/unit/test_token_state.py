@@ -22,7 +22,7 @@ from rapid_infer.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParam
 from rapid_infer.worker.logprobs import gather_logprobs
 from rapid_infer.worker.request_table import RequestTable
 from rapid_infer.worker.row_settings import RowSettings
-from rapid_infer.worker.sample import sample
+from rapid_infer.worker.sample import sample_logits
 from rapid_infer.worker.staging import Staging
 from rapid_infer.worker.token_state import TokenState
 
@@ -230,7 +230,7 @@ def test_nothing_waits_for_the_device() -> None:
         state.put(rows, torch.zeros(3 * state.words.shape[1], dtype=torch.int32))
         state = state.take(rows)
         for features in (on, SamplingFeatures(random=True), SamplingFeatures()):
-            chosen, failed = sample(tokens.process(logits, rows, rows, state, features), state, rows, features)
+            chosen, failed = sample_logits(tokens.process(logits, rows, rows, state, features), state, rows, features)
             tokens.count(rows, chosen)
             assert failed.shape == gather_logprobs(logits, chosen, 5).rank.shape == (3,)
 

@@ -17,7 +17,7 @@ from rapid_infer.engine.row_fields import SamplingFeatures  # noqa: E402
 from rapid_infer.ops import noise  # noqa: E402
 from rapid_infer.ops.providers.triton import sampling, truncate  # noqa: E402
 from rapid_infer.worker.row_settings import RowSettings  # noqa: E402
-from rapid_infer.worker.sample import SamplingOps, sample  # noqa: E402
+from rapid_infer.worker.sample import SamplingOps, sample_logits  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF = math.inf
@@ -249,7 +249,7 @@ def test_sample_gives_the_same_tokens_with_either(features: SamplingFeatures) ->
     state.min_p[::4] = 0.05
     rows = torch.arange(n, 0, -1, device=DEVICE)
     args = logits, state.take(rows), rows + 3, features
-    (want, want_failed), (got, failed) = sample(*args), sample(*args, TRITON)
+    (want, want_failed), (got, failed) = sample_logits(*args), sample_logits(*args, TRITON)
     assert torch.equal(got, want)
     assert torch.equal(failed, want_failed)
     assert failed.sum() == 3

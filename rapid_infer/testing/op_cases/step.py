@@ -70,12 +70,12 @@ def mixed_inputs(dtype: torch.dtype, device: str) -> Iterator[Case]:
 
 @cases
 def commit_tokens(dtype: torch.dtype, device: str) -> Iterator[Case]:
-    for rows, best in (([2, 0, 3], [1.0, float("nan"), -2.0]), ([5, 1, 5], [0.0, float("inf"), 1.0])):
+    for rows, values in (([2, 0, 3], [1.0, float("nan"), -2.0]), ([5, 1, 5], [0.0, float("inf"), 1.0])):
         yield Case(
             {
                 "rows": torch.tensor(rows, device=device),
                 "tokens": torch.tensor([7, 8, 9], device=device),
-                "best": torch.tensor(best, device=device),
+                "finite_if_valid": torch.tensor(values, device=device),
                 "last_token": torch.arange(6, device=device),
                 "length": torch.tensor([4, 5, 3, 4, 27, 0], device=device),
                 "results": torch.full((3, 8), 77, dtype=torch.int32, device=device),

@@ -90,12 +90,18 @@ def mixed_inputs(
 
 @register("commit_tokens", "cpu", priority=10, supports=not_on_cpu, capturable=False)
 def commit_tokens(
-    rows: Tensor, tokens: Tensor, best: Tensor, last_token: Tensor, length: Tensor, results: Tensor, step: Tensor
+    rows: Tensor,
+    tokens: Tensor,
+    finite_if_valid: Tensor,
+    last_token: Tensor,
+    length: Tensor,
+    results: Tensor,
+    step: Tensor,
 ) -> None:
-    numbers, ids, fine = rows.numpy(), tokens.numpy(), np.isfinite(best.numpy())
-    results.numpy()[int(step) % len(results), : len(rows)] = np.where(fine, ids, -1)
+    numbers, ids, valid = rows.numpy(), tokens.numpy(), np.isfinite(finite_if_valid.numpy())
+    results.numpy()[int(step) % len(results), : len(rows)] = np.where(valid, ids, -1)
     real = numbers != len(last_token) - 1
     numbers = numbers[real]
-    last_token.numpy()[numbers] = (ids * fine)[real]
+    last_token.numpy()[numbers] = (ids * valid)[real]
     length.numpy()[numbers] += 1
     step.numpy()[0] += 1

@@ -202,7 +202,7 @@ def mixed_inputs(
 
 @triton.jit
 def _commit_tokens_kernel(
-    rows_ptr, tokens_ptr, best_ptr, last_token_ptr, length_ptr, results_ptr, step_ptr,
+    rows_ptr, tokens_ptr, finite_if_valid_ptr, last_token_ptr, length_ptr, results_ptr, step_ptr,
     slots, results_stride, num_rows, padding_row, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start_next(PDL)
@@ -212,13 +212,13 @@ def _commit_tokens_kernel(
     step = tl.load(step_ptr)
     row = tl.load(rows_ptr + i, mask=inside, other=0)
     token = tl.load(tokens_ptr + i, mask=inside, other=0)
-    best = tl.load(best_ptr + i, mask=inside, other=0.0)
+    value = tl.load(finite_if_valid_ptr + i, mask=inside, other=0.0)
     # NaN fails every comparison.
-    fine = tl.abs(best) < float("inf")
-    result = tl.where(fine, token, -1).to(tl.int32)
+    valid = tl.abs(value) < float("inf")
+    result = tl.where(valid, token, -1).to(tl.int32)
     tl.store(results_ptr + (step % slots) * results_stride + i, result, mask=inside)
     real = inside & (row != padding_row)
-    tl.store(last_token_ptr + row, tl.where(fine, token, 0), mask=real)
+    tl.store(last_token_ptr + row, tl.where(valid, token, 0), mask=real)
     length = tl.load(length_ptr + row, mask=real, other=0)
     tl.store(length_ptr + row, length + 1, mask=real)
     tl.debug_barrier()
@@ -226,12 +226,18 @@ def _commit_tokens_kernel(
 
 
 def commit_tokens(
-    rows: Tensor, tokens: Tensor, best: Tensor, last_token: Tensor, length: Tensor, results: Tensor, step: Tensor
+    rows: Tensor,
+    tokens: Tensor,
+    finite_if_valid: Tensor,
+    last_token: Tensor,
+    length: Tensor,
+    results: Tensor,
+    step: Tensor,
 ) -> None:
     """`results` may be pinned host memory."""
     count = len(rows)
     _commit_tokens_kernel[(1,)](
-        rows, tokens, best, last_token, length, results, step,
+        rows, tokens, finite_if_valid, last_token, length, results, step,
         results.shape[0], results.stride(0), count, len(last_token) - 1,
         ROWS=triton.next_power_of_2(count), num_warps=4, **options(rows),
     )  # fmt: skip

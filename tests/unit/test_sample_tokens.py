@@ -14,7 +14,7 @@ from rapid_infer.engine.masks import pack
 from rapid_infer.engine.row_fields import SamplingFeatures
 from rapid_infer.engine.step_plan import RowMasks
 from rapid_infer.worker.request_table import RequestTable
-from rapid_infer.worker.sample import SamplingOps, choose
+from rapid_infer.worker.sample import SamplingOps, sample_tokens
 from rapid_infer.worker.token_state import TokenState
 
 VOCAB = 40
@@ -45,7 +45,7 @@ def test_a_row_whose_logits_are_not_finite_fails_behind_its_mask(bad: float, pla
     logits[1, place] = bad
     features = SamplingFeatures(random=temperature > 0, masks=True)
     head: Any = Head()
-    chosen = choose(head, table, logits, torch.arange(3), torch.full((3,), 4), features, SamplingOps())
-    assert chosen.best.isfinite().tolist() == [True, False, True]
-    assert chosen.tokens[1] == 0
-    assert all(token in ALLOWED for token in chosen.tokens.tolist())
+    sampled = sample_tokens(head, table, logits, torch.arange(3), torch.full((3,), 4), features, SamplingOps())
+    assert sampled.finite_if_valid.isfinite().tolist() == [True, False, True]
+    assert sampled.tokens[1] == 0
+    assert all(token in ALLOWED for token in sampled.tokens.tolist())
