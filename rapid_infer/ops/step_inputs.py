@@ -1,7 +1,7 @@
 """Both ends of a step that the device runs by itself: gather inputs by what the host wrote, then write tokens.
 
 Host and device exchange through ring buffers in pinned memory. `step [1]` int64 on the device counts the steps; a
-step's slot in a ring of n is `step % n`, and what stands there is its entry. The last row of the request table is the
+step's slot in a ring of n is `step % n`, and what stands there is its entry. The last row of the device's tables is the
 padding row, of length 0.
 """
 

@@ -23,7 +23,7 @@ from rapid_infer.layers.linear import Linear
 from rapid_infer.models.checkpoint import Checkpoint
 from rapid_infer.profiling import traced
 from rapid_infer.worker.build import build_model, cache_budget, cache_demand, cache_groups
-from rapid_infer.worker.request_table import RequestTable
+from rapid_infer.worker.device_rows import DeviceRows
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -112,13 +112,13 @@ def memory_need(model: Any, vocab_size: int, config: EngineConfig, room: Room) -
     rows = config.scheduler.max_num_seqs
     most = plan_blocks(demand, cache_budget(config, groups, room.limit), length).num_tokens
     tokens = max(min(config.scheduler.max_num_batched_tokens, rows * length, most), 0)
-    table = RequestTable(torch.device("meta"), rows, len(groups), blocks_for(length, block), vocab_size)
+    device_rows = DeviceRows(torch.device("meta"), rows, len(groups), blocks_for(length, block), vocab_size)
     weights = sum(param.nbytes for param in model.parameters())
     if config.device == "cpu":
         weights += sum(module.packed_bytes for module in model.modules() if isinstance(module, LMHead))
     # Scores of all rows are in fp32.
     step = max(tokens * _widest_input(model), min(rows, tokens) * vocab_size * 4)
-    return Need(weights, least if asked is None else asked, table.block_tables.nbytes, step, tokens)
+    return Need(weights, least if asked is None else asked, device_rows.block_tables.nbytes, step, tokens)
 
 
 def advice(config: EngineConfig, need: Need, room: Room) -> str:

@@ -131,7 +131,7 @@ def check_model(model: Any, config: Any, architecture: str) -> None:
 
 
 def try_forward(runner: ModelRunner, architecture: str) -> None:
-    """A forward of two tokens, where a step may have two, in the dummy row: what is wrong shows before a request comes.
+    r"""A forward of two tokens, where a step may have two, in the padding row: what is wrong shows before any request\.
 
     PluginError for what `check_model` finds, or with the cause attached.
     """
@@ -139,7 +139,7 @@ def try_forward(runner: ModelRunner, architecture: str) -> None:
     none = np.zeros(0, np.int32)
     plan = StepPlan(
         step=0,
-        rows=np.array([runner.table.dummy], np.int32),
+        rows=np.array([runner.device_rows.padding_row], np.int32),
         query_lens=np.array([count], np.int32),
         tokens=np.zeros(count, np.int32),
         sampled=none,
@@ -155,7 +155,7 @@ def try_forward(runner: ModelRunner, architecture: str) -> None:
     try:
         runner.launch_forward(plan)
         # The padding row has no tokens.
-        runner.table.length.zero_()
+        runner.device_rows.length.zero_()
     except (RapidInferError, MemoryError):
         raise
     except Exception as error:

@@ -148,7 +148,7 @@ class GraphRunner:
             # A graph for every number of alternatives would be too many; the host takes what it needs.
             count = next((n for n in (0, 5, 20) if n >= features.logprobs), features.logprobs)
             features = replace(features, logprobs=count)
-        return kind, size, features, self.program.table.tokens.signature if features.processed else None
+        return kind, size, features, self.program.device_rows.tokens.signature if features.processed else None
 
     def shape(self, kind: str, size: int) -> StepShape:
         """What a forward of this kind is recorded for: the largest step there can be in so many rows or tokens."""

@@ -21,11 +21,11 @@ from rapid_infer.layers.stack import distinct_layers
 from rapid_infer.loader.load import finalize
 from rapid_infer.models.checkpoint import Checkpoint
 from rapid_infer.worker import build
+from rapid_infer.worker.device_rows import DeviceRows
 from rapid_infer.worker.graph_runner import DECODE, GREEDY, GraphRunner, asks_for_context
 from rapid_infer.worker.memory import largest_step
 from rapid_infer.worker.model_runner import make_ring
 from rapid_infer.worker.program import SCORED_AT_ONCE, StepProgram, StepShape
-from rapid_infer.worker.request_table import RequestTable
 
 if TYPE_CHECKING:
     from rapid_infer.ops.providers.triton.precompile import Launch
@@ -80,9 +80,9 @@ class _Steps:
         self.max_rows, self.max_tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
         model, block_size = self.built.model, self.config.cache.block_size
         groups, max_blocks = len(build.cache_groups(model)), -(-self.max_model_len // block_size)
-        self.table = RequestTable(META, self.max_rows, groups, max_blocks, self.built.config.vocab_size)
-        ring = make_ring(self.table, self.max_tokens, block_size, scheduler.queue_depth + 1)
-        self.program = StepProgram(model, self.table, ring, self.built.ops, block_size)
+        self.device_rows = DeviceRows(META, self.max_rows, groups, max_blocks, self.built.config.vocab_size)
+        ring = make_ring(self.device_rows, self.max_tokens, block_size, scheduler.queue_depth + 1)
+        self.program = StepProgram(model, self.device_rows, ring, self.built.ops, block_size)
 
     def run_graphs(self) -> None:
         """All that may ever be recorded."""
@@ -99,7 +99,7 @@ class _Steps:
     def run_eager(self) -> None:
         """Beside recorded steps, those that score prompts, and the one that measures memory."""
         for plan in self._eager_plans():
-            self.table.apply(plan, iter([torch.from_numpy(array).to(META) for array in RequestTable.delta(plan)]))
+            self.device_rows.apply(plan, iter([torch.from_numpy(array).to(META) for array in DeviceRows.delta(plan)]))
             scores, scored = plan.prompt_scores, None
             if scores is not None:
                 scored = torch.from_numpy(scores.tokens).to(META).long()

@@ -83,7 +83,7 @@ def measure(runner: ModelRunner, config: EngineConfig) -> MemoryProfile:
     step = torch.cuda.max_memory_allocated() - before
     # Mixed steps are recorded up to the largest, in a pool of their own.
     graphs = step + GRAPH_OVERHEAD + _nodes(runner, config) if config.cuda_graphs else 0
-    runner.table.length.zero_()
+    runner.device_rows.length.zero_()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()

@@ -16,11 +16,11 @@ from rapid_infer.engine.step_plan import LogprobArrays, RowMasks, StepPlan, Step
 from rapid_infer.ops.registry import OpResolver
 from rapid_infer.ops.step_inputs import StepLayout
 from rapid_infer.profiling import span
+from rapid_infer.worker.device_rows import DeviceRows
 from rapid_infer.worker.graph_recorder import GraphRecorder, Recorder
 from rapid_infer.worker.graph_runner import DECODE, GraphRunner, Key
 from rapid_infer.worker.logprobs import Logprobs
 from rapid_infer.worker.program import ForwardOutput, StepProgram, StepShape
-from rapid_infer.worker.request_table import RequestTable
 from rapid_infer.worker.staging import Staging
 from rapid_infer.worker.step_ring import MAX_TABLE_ENTRIES, StepRing, check_entries
 from rapid_infer.worker.token_state import TokenState
@@ -71,10 +71,10 @@ class ModelRunner:
         self.device = device
         self.ops = ops
         self.max_model_len = max_model_len
-        self.table = RequestTable(device, max_num_seqs, num_groups, -(-max_model_len // block_size), vocab_size)
+        self.device_rows = DeviceRows(device, max_num_seqs, num_groups, -(-max_model_len // block_size), vocab_size)
         self._slots = queue_depth + 1
-        self.ring = make_ring(self.table, max_num_batched_tokens, block_size, self._slots)
-        self.program = StepProgram(model, self.table, self.ring, ops, block_size)
+        self.ring = make_ring(self.device_rows, max_num_batched_tokens, block_size, self._slots)
+        self.program = StepProgram(model, self.device_rows, self.ring, ops, block_size)
         self.graphs: GraphRunner | None = None
         self._staging = Staging(device, self._slots)
         self._events = [torch.cuda.Event() for _ in range(self._slots)] if device.type == "cuda" else []
@@ -91,7 +91,7 @@ class ModelRunner:
         The caches must be bound and stay where they are. `recorder`: a new one of this device unless given. ConfigError
         when the block tables are too large for it.
         """
-        check_entries(self.table.block_tables.shape)
+        check_entries(self.device_rows.block_tables.shape)
         recorder = recorder or GraphRecorder(self.device, self.ops)
         graphs = GraphRunner(self.program, recorder, max_tokens=max_tokens, max_model_len=self.max_model_len)
         graphs.capture()
@@ -133,7 +133,7 @@ class ModelRunner:
     def _sample(self, handle: StepHandle, masks: RowMasks | None) -> None:
         plan = handle.plan
         if masks is not None:
-            self.table.tokens.apply(None, masks, iter(self._staging.put(TokenState.delta(None, masks))))
+            self.device_rows.tokens.apply(None, masks, iter(self._staging.put(TokenState.delta(None, masks))))
         with span("worker.sample"):
             if handle.output is not None:
                 logprobs = self._sample_eagerly(handle, handle.output)
@@ -175,13 +175,13 @@ class ModelRunner:
         scores, scored, targets = plan.prompt_scores, None, None
         if staged or scores is not None:
             with span("worker.staging"):
-                arrays = RequestTable.delta(plan) if staged else []
+                arrays = DeviceRows.delta(plan) if staged else []
                 if scores is not None:
                     # All in one copy: there is a buffer for each step in flight.
                     arrays += [scores.tokens, scores.targets]
                 on_device = iter(self._staging.put(arrays))
                 if staged:
-                    self.table.apply(plan, on_device)
+                    self.device_rows.apply(plan, on_device)
                 if scores is not None:
                     scored, targets = next(on_device).long(), next(on_device).long()
         blocks = () if staged else plan.new_blocks
@@ -215,14 +215,14 @@ class ModelRunner:
         return StepResult(tokens[:, None], failed, logprobs, prompt_logprobs)
 
 
-def make_ring(table: RequestTable, max_tokens: int, block_size: int, slots: int) -> StepRing:
-    """For steps of up to `max_tokens` tokens over the rows of `table`."""
-    rows, groups = table.dummy, len(table.block_tables)
+def make_ring(device_rows: DeviceRows, max_tokens: int, block_size: int, slots: int) -> StepRing:
+    """For steps of up to `max_tokens` tokens over these rows."""
+    rows, groups = device_rows.padding_row, len(device_rows.block_tables)
     updates = (UPDATES_PER_ROW * rows + max_tokens // block_size) * groups
-    if table.block_tables.numel() > MAX_TABLE_ENTRIES:
+    if device_rows.block_tables.numel() > MAX_TABLE_ENTRIES:
         updates = 0
     layout = StepLayout(rows, updates, max_tokens)
-    return StepRing(table.length.device, layout, slots=slots, table_shape=table.block_tables.shape)
+    return StepRing(device_rows.length.device, layout, slots=slots, table_shape=device_rows.block_tables.shape)
 
 
 def _to_arrays(logprobs: Logprobs | None, count: int | None = None) -> LogprobArrays | None:

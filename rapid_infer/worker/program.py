@@ -19,8 +19,8 @@ from rapid_infer.engine.step_plan import StepPlan
 from rapid_infer.layers.batch import ForwardBatch
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.registry import OpResolver
+from rapid_infer.worker.device_rows import DeviceRows
 from rapid_infer.worker.logprobs import Logprobs, concatenate, gather_logprobs
-from rapid_infer.worker.request_table import RequestTable
 from rapid_infer.worker.sample import SampledTokens, SamplingOps, sample_tokens
 from rapid_infer.worker.step_ring import StepRing
 
@@ -81,16 +81,16 @@ class ForwardOutput:
 class StepProgram:
     """Launches a step's operators. `model` follows the CausalLM contract, its caches bound already."""
 
-    def __init__(self, model: Any, table: RequestTable, ring: StepRing, ops: OpResolver, block_size: int) -> None:
-        self.model, self.table, self.ring = model, table, ring
-        self._state = ring.inputs, ring.step, table.block_tables, table.last_token, table.length
+    def __init__(self, model: Any, device_rows: DeviceRows, ring: StepRing, ops: OpResolver, block_size: int) -> None:
+        self.model, self.device_rows, self.ring = model, device_rows, ring
+        self._state = ring.inputs, ring.step, device_rows.block_tables, device_rows.last_token, device_rows.length
         self._sizes = ring.layout, block_size
         self._decode_inputs, self._mixed_inputs, self._commit = (
             ops.bind(name, torch.int32) for name in ("decode_inputs", "mixed_inputs", "commit_tokens")
         )
         self._sampling = SamplingOps.bind(ops)
-        max_rows, device = ring.layout.max_rows, table.length.device
-        self._rows = torch.full((max_rows,), table.dummy, dtype=torch.int64, device=device)
+        max_rows, device = ring.layout.max_rows, device_rows.length.device
+        self._rows = torch.full((max_rows,), device_rows.padding_row, dtype=torch.int64, device=device)
         self._query_start = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
 
     def forward(self, shape: StepShape, scored: Tensor | None = None) -> ForwardOutput:
@@ -147,21 +147,21 @@ class StepProgram:
                 decodes=decodes if known is None else None,
                 max_context_len=shape.max_context_len,
             )
-            for group, block_table in enumerate(self.table.block_tables)
+            for group, block_table in enumerate(self.device_rows.block_tables)
         ]
 
     def sample_tokens(self, output: ForwardOutput, features: SamplingFeatures) -> SampledTokens:
         """A token for each row; changes nothing."""
         head, ops = self.model.head, self._sampling
-        return sample_tokens(head, self.table, output.hidden, output.rows, output.lengths, features, ops)
+        return sample_tokens(head, self.device_rows, output.hidden, output.rows, output.lengths, features, ops)
 
     def sample(self, output: ForwardOutput, features: SamplingFeatures) -> Logprobs | None:
         """The second part of a step: tokens to where the next step and the host find them, lengths and step advance."""
-        table, ring = self.table, self.ring
+        device_rows, ring = self.device_rows, self.ring
         new = self.sample_tokens(output, features)
         if features.penalties:
-            table.tokens.count(output.rows, new.tokens)
-        state = table.last_token, table.length, ring.results, ring.step
+            device_rows.tokens.count(output.rows, new.tokens)
+        state = device_rows.last_token, device_rows.length, ring.results, ring.step
         self._commit(output.rows, new.tokens, new.finite_if_valid, *state)
         return new.logprobs
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from rapid_infer import ops
 from rapid_infer.engine.row_fields import SamplingFeatures
 from rapid_infer.layers.embedding import LMHead
+from rapid_infer.worker.device_rows import DeviceRows
 from rapid_infer.worker.logprobs import Logprobs, gather_logprobs
-from rapid_infer.worker.request_table import RequestTable
 from rapid_infer.worker.row_settings import RowSettings
 
 
@@ -47,14 +47,14 @@ class SampledTokens:
 
 def sample_tokens(
     head: LMHead,
-    table: RequestTable,
+    device_rows: DeviceRows,
     hidden: Tensor,
     rows: Tensor,
     lengths: Tensor,
     features: SamplingFeatures,
     with_ops: SamplingOps,
 ) -> SampledTokens:
-    """One token for each of `rows` `[n]` int64, by the settings in `table`, which is left as it is.
+    """One token for each of `rows` `[n]` int64, by the settings in `device_rows`, which are left as they are.
 
     hidden `[n, hidden]`; lengths `[n]`: tokens of each row before the new one.
     """
@@ -62,11 +62,11 @@ def sample_tokens(
         best, tokens = head.argmax(hidden)
         return SampledTokens(tokens, best)
     raw = logits = head.logits(hidden)
-    state = table.sampling.take(rows)
+    state = device_rows.sampling.take(rows)
     failed = None
     if features.processed:
         failed = ~torch.isfinite(raw.amax(dim=-1))
-        logits = table.tokens.process(raw, rows, lengths, state, features)
+        logits = device_rows.tokens.process(raw, rows, lengths, state, features)
     tokens, bad = sample_logits(logits, state, lengths, features, with_ops)
     if failed is not None:
         bad = bad | failed

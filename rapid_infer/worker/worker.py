@@ -89,7 +89,7 @@ class Worker:
         logger.info(
             "CUDA graphs: %d for decode steps of up to %d rows, %d for mixed ones, recorded in %.1f s, %.2f GiB",
             self.runner.graphs.recorded["decode"],
-            self.runner.table.dummy,
+            self.runner.device_rows.padding_row,
             self.runner.graphs.recorded["mixed"],
             time.perf_counter() - started,
             (free - torch.cuda.mem_get_info()[0]) / GIB,

@@ -50,16 +50,16 @@ def test_replays_give_the_bits_of_the_same_code_run_eagerly(name, dtype, tiny, o
     # Its own engine, by an option that nobody else sets, since its graphs must be recorded here.
     llm = open_llm(tiny(*LATENT) if name == "latent" else tiny(name), dtype=dtype, queue_depth=1, seed=1)
     graphs, runner = graphs_of(llm), llm.engine.executor.runner
-    table, launch, launch_forward = runner.table, runner.launch, graphs.launch_forward
+    device_rows, launch, launch_forward = runner.device_rows, runner.launch, graphs.launch_forward
     steps: Counter[tuple[str, str, int]] = Counter()
     different: list[str] = []
     state: list[torch.Tensor] = []
     before: list[torch.Tensor] = []
 
     def note_state(key):
-        """When new rows have been written to the table."""
-        counts = table.tokens.output_counts
-        state[:] = [table.last_token, table.length, runner.ring.step, *([] if counts is None else [counts])]
+        """When new rows have been written to the device."""
+        counts = device_rows.tokens.output_counts
+        state[:] = [device_rows.last_token, device_rows.length, runner.ring.step, *([] if counts is None else [counts])]
         before[:] = [tensor.clone() for tensor in state]
         launch_forward(key)
 

@@ -145,7 +145,7 @@ def test_recording_moves_no_row(qwen3, open_llm) -> None:
     llm = open_llm(qwen3, max_num_batched_tokens=16, **OPTIONS, op_priority={name: ["torch"] for name in OPS})
     llm.generate(prompts([20, 5, 9, 4]), SamplingParams(**GREEDY, max_tokens=5))
     runner = runner_of(llm)
-    tables = [runner.table.last_token, runner.table.length, runner.table.block_tables]
+    tables = [runner.device_rows.last_token, runner.device_rows.length, runner.device_rows.block_tables]
     before = [tensor.clone() for tensor in tables]
     runner.capture(16, ActingRecorder())
     for tensor, value in zip(tables, before):

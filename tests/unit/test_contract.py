@@ -235,7 +235,7 @@ def test_after_the_first_forward_nothing_is_checked_or_left_behind(load: Any, ch
     with load(Kept) as llm, LLM(str(checkpoint), device="cpu", dtype="float32", skip_tokenizer_init=True) as other:
         runner = llm.engine.executor.runner
         assert not runner.model._forward_hooks
-        assert torch.equal(runner.table.length, torch.zeros_like(runner.table.length))
+        assert torch.equal(runner.device_rows.length, torch.zeros_like(runner.device_rows.length))
         assert llm.generate([1, 2, 3])[0].outputs[0].token_ids == other.generate([1, 2, 3])[0].outputs[0].token_ids
 
 

@@ -111,7 +111,7 @@ class CapturedExecutor(StubExecutor):
 
     def __init__(self, queue_depth: int) -> None:
         super().__init__(queue_depth)
-        shape = self.runner.table.block_tables.shape
+        shape = self.runner.device_rows.block_tables.shape
         self.ring = StepRing(
             torch.device("cpu"), StepLayout(ROWS, 2 * ROWS, 8192), slots=queue_depth + 1, table_shape=shape
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 from rapid_infer.engine.masks import pack
 from rapid_infer.engine.row_fields import SamplingFeatures
 from rapid_infer.engine.step_plan import RowMasks
-from rapid_infer.worker.request_table import RequestTable
+from rapid_infer.worker.device_rows import DeviceRows
 from rapid_infer.worker.sample import SamplingOps, sample_tokens
 from rapid_infer.worker.token_state import TokenState
 
@@ -37,15 +37,15 @@ class Head:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_row_whose_logits_are_not_finite_fails_behind_its_mask(bad: float, place: int, temperature: float) -> None:
     torch.manual_seed(0)
-    table = RequestTable(torch.device("cpu"), 3, 1, 2, VOCAB)
+    device_rows = DeviceRows(torch.device("cpu"), 3, 1, 2, VOCAB)
     masks = RowMasks(np.arange(3, dtype=np.int32), np.stack([pack(ALLOWED, VOCAB)] * 3))
-    table.tokens.apply(None, masks, iter([torch.from_numpy(array) for array in TokenState.delta(None, masks)]))
-    table.sampling.temperature.fill_(temperature)
+    device_rows.tokens.apply(None, masks, iter([torch.from_numpy(array) for array in TokenState.delta(None, masks)]))
+    device_rows.sampling.temperature.fill_(temperature)
     logits = torch.randn(3, VOCAB)
     logits[1, place] = bad
     features = SamplingFeatures(random=temperature > 0, masks=True)
     head: Any = Head()
-    sampled = sample_tokens(head, table, logits, torch.arange(3), torch.full((3,), 4), features, SamplingOps())
+    sampled = sample_tokens(head, device_rows, logits, torch.arange(3), torch.full((3,), 4), features, SamplingOps())
     assert sampled.finite_if_valid.isfinite().tolist() == [True, False, True]
     assert sampled.tokens[1] == 0
     assert all(token in ALLOWED for token in sampled.tokens.tolist())

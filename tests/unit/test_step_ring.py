@@ -89,7 +89,7 @@ def test_what_a_slot_has_held_does_not_matter(what: str) -> None:
 def test_tables_with_more_entries_than_an_entry_can_number() -> None:
     """Steps are not recorded over them, and others bring their block updates in another way."""
     table: Any = SimpleNamespace(
-        dummy=1024, length=torch.zeros(1025), block_tables=torch.empty(4, 1025, 10_000_000 // 16, device="meta")
+        padding_row=1024, length=torch.zeros(1025), block_tables=torch.empty(4, 1025, 10_000_000 // 16, device="meta")
     )
     with pytest.raises(ConfigError, match=r"4 x 1025 x 625000 blocks .* lower max_num_seqs or max_model_len"):
         check_entries(table.block_tables.shape)

@@ -19,8 +19,8 @@ from rapid_infer.engine.row_fields import ROW_DTYPE, SamplingFeatures
 from rapid_infer.engine.row_state import RowState
 from rapid_infer.engine.step_plan import RowMasks, RowTokens, StepPlan, TokenLists
 from rapid_infer.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
+from rapid_infer.worker.device_rows import DeviceRows
 from rapid_infer.worker.logprobs import gather_logprobs
-from rapid_infer.worker.request_table import RequestTable
 from rapid_infer.worker.row_settings import RowSettings
 from rapid_infer.worker.sample import sample_logits
 from rapid_infer.worker.staging import Staging
@@ -33,11 +33,11 @@ _DTYPES = {np.int32: torch.int32, np.float32: torch.float32}
 
 
 class Device:
-    """A request table fed as the engine feeds it: by plans, through the staging buffer."""
+    """Device rows fed as the engine feeds it: by plans, through the staging buffer."""
 
     def __init__(self, vocab: int = VOCAB) -> None:
         cpu = torch.device("cpu")
-        self.table = RequestTable(cpu, ROWS, 1, 4, vocab)
+        self.device_rows = DeviceRows(cpu, ROWS, 1, 4, vocab)
         self.rows = RowState(ROWS, 64)
         self._staging = Staging(cpu, slots=2)
 
@@ -50,14 +50,16 @@ class Device:
         lengths = np.array([request.num_tokens for request in requests], np.int64)
         none = np.zeros_like(lengths)
         plan = builder.build(1, self.rows, taken, none, lengths, np.arange(len(taken)), none)
-        self.table.apply(plan, iter(self._staging.put(RequestTable.delta(plan))))
+        self.device_rows.apply(plan, iter(self._staging.put(DeviceRows.delta(plan))))
         return plan
 
     def process(self, logits: Tensor, rows: Sequence[int], lengths: Sequence[int]) -> Tensor:
         at = torch.tensor(rows)
         features = self.rows.features(np.array(rows))
         before = logits.clone()
-        after = self.table.tokens.process(logits, at, torch.tensor(lengths), self.table.sampling.take(at), features)
+        after = self.device_rows.tokens.process(
+            logits, at, torch.tensor(lengths), self.device_rows.sampling.take(at), features
+        )
         assert torch.equal(logits, before), "the logits as the model gave them are still needed"
         return after
 
@@ -92,7 +94,7 @@ def logits() -> Tensor:
 
 
 def test_the_wide_tables_exist_once_a_request_needs_them(device: Device) -> None:
-    tokens = device.table.tokens
+    tokens = device.device_rows.tokens
     device.start(request(logit_bias={1: 2.0}, min_tokens=2))
     assert tokens.in_prompt is tokens.output_counts is tokens.mask_bits is None
     device.start(request(presence_penalty=1.0))
@@ -107,7 +109,7 @@ def test_the_wide_tables_exist_once_a_request_needs_them(device: Device) -> None
 
 def test_counts_are_those_of_the_prompt_and_of_the_output_so_far(device: Device) -> None:
     device.start(request(output=[5, 5, 3], repetition_penalty=2.0), request(output=[7]))
-    tokens = device.table.tokens
+    tokens = device.device_rows.tokens
     assert tokens.in_prompt is not None
     assert tokens.output_counts is not None
     assert torch.nonzero(tokens.in_prompt).tolist() == [[0, 3], [0, 9]]
@@ -160,7 +162,7 @@ def test_lists_of_any_length_up_to_the_longest_have_their_place() -> None:
     vocab = MAX_LOGIT_BIAS + 10
     device = Device(vocab)
     logits = torch.randn(2, vocab)
-    tokens = device.table.tokens
+    tokens = device.device_rows.tokens
     tables = tokens.stop_ids, tokens.bias_ids, tokens.bias_values
     device.start(request(logit_bias={4: 1.0}, stop=(6,), min_tokens=9))
     stop = tuple(range(10, 10 + MAX_STOP_TOKEN_IDS))
@@ -175,7 +177,7 @@ def test_lists_of_any_length_up_to_the_longest_have_their_place() -> None:
 
 
 def test_the_signature_says_which_of_the_wide_tables_exist(device: Device) -> None:
-    tokens = device.table.tokens
+    tokens = device.device_rows.tokens
     device.start(request(logit_bias={t: 2.0 for t in range(5)}, stop=(1, 2, 3), min_tokens=9))
     assert tokens.signature == (False, False)
     device.start(request(presence_penalty=1.0))
@@ -186,8 +188,8 @@ def test_the_signature_says_which_of_the_wide_tables_exist(device: Device) -> No
 
 def test_a_table_that_does_not_exist_has_nothing_to_say(device: Device, logits: Tensor) -> None:
     all_on = SamplingFeatures(penalties=True, bias=True, min_tokens=True, masks=True)
-    at, tokens = torch.arange(ROWS), device.table.tokens
-    after = tokens.process(logits, at, torch.full((ROWS,), 3), device.table.sampling.take(at), all_on)
+    at, tokens = torch.arange(ROWS), device.device_rows.tokens
+    after = tokens.process(logits, at, torch.full((ROWS,), 3), device.device_rows.sampling.take(at), all_on)
     assert torch.equal(after, logits)
     tokens.count(at, at)
     assert tokens.signature == (False, False)
@@ -195,7 +197,7 @@ def test_a_table_that_does_not_exist_has_nothing_to_say(device: Device, logits: 
 
 def test_a_padding_row_may_be_counted_often(device: Device) -> None:
     device.start(request(presence_penalty=1.0))
-    tokens = device.table.tokens
+    tokens = device.device_rows.tokens
     tokens.count(torch.tensor([ROWS, 0, ROWS, ROWS]), torch.tensor([0, 5, 0, 0]))
     assert tokens.output_counts is not None
     assert torch.nonzero(tokens.output_counts[:ROWS]).tolist() == [[0, 5]]
@@ -208,7 +210,7 @@ def test_packed_settings_are_those_of_the_single_fields(device: Device) -> None:
     packed.put(torch.tensor([0, 1]), torch.from_numpy(RowSettings.delta(plan.new_rows)))
     for name in ROW_DTYPE.names or ():
         got = getattr(packed, name)
-        assert torch.equal(got, getattr(device.table.sampling, name)), name
+        assert torch.equal(got, getattr(device.device_rows.sampling, name)), name
         assert got[:2].tolist() == plan.new_rows.settings[name].tolist()
 
 
@@ -243,7 +245,9 @@ def test_a_row_begins_without_what_its_last_owner_left(device: Device, logits: T
     device.start(request())
     all_on = SamplingFeatures(penalties=True, bias=True, min_tokens=True, masks=True)
     at = torch.tensor([0, 1])
-    after = device.table.tokens.process(logits[:2], at, torch.tensor([3, 3]), device.table.sampling.take(at), all_on)
+    after = device.device_rows.tokens.process(
+        logits[:2], at, torch.tensor([3, 3]), device.device_rows.sampling.take(at), all_on
+    )
     assert torch.equal(after[0], logits[0])
     assert torch.equal(after[1], changed(logits[1], {4: logits[1, 4] - 2 - 4}))  # type: ignore[dict-item]
     device.rows.give_back(0)
@@ -293,7 +297,7 @@ def test_minus_infinity_stays_and_some_token_always_remains(device: Device, sett
 def test_extreme_settings_stay_within_what_the_device_s_numbers_hold(device: Device) -> None:
     settings = SamplingParams(temperature=1e300, top_k=2**40, max_tokens=None, min_tokens=2**40, top_p=1e-300)
     device.start(Request("r", np.array([1], np.int32), settings, (5,), 60))
-    state = device.table.sampling.take(torch.tensor([0]))
+    state = device.device_rows.sampling.take(torch.tensor([0]))
     assert state.temperature.isfinite().all()
     assert (int(state.top_k), int(state.min_length)) == (2**31 - 1, 60)
     assert (torch.tensor([-INF]) / state.temperature).tolist() == [-INF]

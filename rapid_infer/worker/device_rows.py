@@ -16,19 +16,19 @@ from rapid_infer.worker.row_settings import RowSettings
 from rapid_infer.worker.token_state import TokenState
 
 
-class RequestTable:
-    """One slot per row, and one more, `dummy`, for padding rows.
+class DeviceRows:
+    """One slot per row, and one more, `padding_row`, for rows that pad a recorded step.
 
     last_token    `[rows + 1]` int64: the newest token of each row, not yet computed
     length        `[rows + 1]` int64: tokens whose keys and values are in the cache
-    block_tables  `[cache groups, rows + 1, max_blocks]` int32; the dummy row's blocks are all 0
+    block_tables  `[cache groups, rows + 1, max_blocks]` int32; the padding row's blocks are all 0
     """
 
     def __init__(
         self, device: torch.device, max_num_seqs: int, num_groups: int, max_blocks: int, vocab_size: int
     ) -> None:
         rows = max_num_seqs + 1
-        self.dummy = max_num_seqs
+        self.padding_row = max_num_seqs
         self.last_token, self.length = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
         self.block_tables = torch.zeros(num_groups, rows, max_blocks, dtype=torch.int32, device=device)
         self.sampling = RowSettings.neutral(rows, device)
