@@ -2,8 +2,8 @@
 
 Neither needs the host, and nothing in their keys or launches depends on a sequence's length. Decode steps, one token
 for every row, are recorded by number of rows; mixed steps, which hold longer queries too, by number of tokens. Where
-that is less work, mixed steps are fresh ones if nothing longer continues a prompt. All forwards and the usual ways to
-choose tokens are recorded at the start; other ways, when they are first asked for.
+that is less work, there are graphs of a third kind for mixed steps in which no longer query has a context. All forwards
+and the usual ways to sample are recorded at the start; other ways, when they are first asked for.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 GREEDY = SamplingFeatures()
 USUAL = (GREEDY, SamplingFeatures(random=True), SamplingFeatures(random=True, truncated=True))
 """How tokens are chosen where nothing special is asked for: recorded at the start."""
-DECODE, MIXED, FRESH = "decode", "mixed", "fresh"
+DECODE, MIXED, MIXED_NO_CONTEXT = "decode", "mixed", "mixed_no_context"
 
 Key = tuple[str, int, int]
 """(kind, rows or tokens of a forward graph, rows of a sample graph)"""
@@ -89,12 +89,12 @@ class GraphRunner:
     @property
     def recorded(self) -> dict[str, int]:
         kinds = Counter(kind for kind, _ in self._forward)
-        return {DECODE: kinds[DECODE], MIXED: kinds[MIXED] + kinds[FRESH], "sample": len(self._sample)}
+        return {DECODE: kinds[DECODE], MIXED: kinds[MIXED] + kinds[MIXED_NO_CONTEXT], "sample": len(self._sample)}
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """Of mixed steps."""
-        return (MIXED, FRESH) if self._asks_for_context else (MIXED,)
+        return (MIXED, MIXED_NO_CONTEXT) if self._asks_for_context else (MIXED,)
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -120,11 +120,11 @@ class GraphRunner:
         return plan.prompt_scores is None and plan.num_tokens <= self.token_sizes[-1]
 
     def key_of(self, plan: StepPlan) -> Key:
-        """Which graphs run a step. The tokens of a fresh step are sampled by a mixed one's graph."""
+        """Which graphs run a step. After both kinds of mixed forwards the same graphs sample."""
         if plan.is_decode:
             size = self._row_bucket[len(plan.rows)]
             return DECODE, size, size
-        kind = FRESH if self._asks_for_context and plan.max_context_len == 0 else MIXED
+        kind = MIXED_NO_CONTEXT if self._asks_for_context and plan.max_context_len == 0 else MIXED
         return kind, self._token_bucket[plan.num_tokens], self._row_bucket[max(len(plan.sampled), 1)]
 
     def launch_forward(self, key: Key) -> None:
@@ -154,7 +154,7 @@ class GraphRunner:
         """What a forward of this kind is recorded for: the largest step there can be in so many rows or tokens."""
         if kind == DECODE:
             return StepShape(True, size, size, size, 1, self.max_model_len, size, None)
-        rows, context = self.max_rows, 0 if kind == FRESH else None
+        rows, context = self.max_rows, 0 if kind == MIXED_NO_CONTEXT else None
         return StepShape(False, rows, size, rows, size, self.max_model_len, None, context)
 
     def capture_forward(self, kind: str, size: int) -> None:
