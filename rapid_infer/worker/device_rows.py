@@ -35,26 +35,26 @@ class DeviceRows:
         self.tokens = TokenState(rows, vocab_size, device)
 
     @staticmethod
-    def delta(plan: StepPlan) -> list[np.ndarray]:
-        """The arrays of `plan` that `apply` takes, in its order."""
+    def pack_plan(plan: StepPlan) -> list[np.ndarray]:
+        """The arrays of `plan` that `apply_plan` takes, in its order."""
         arrays: list[np.ndarray] = []
         new = plan.new_rows
         if new is not None:
-            arrays += [new.rows, new.computed, RowSettings.delta(new)]
+            arrays += [new.rows, new.computed, RowSettings.pack_rows(new)]
         for group in plan.new_blocks:
             if len(group.rows):
                 arrays += [group.rows, group.columns, group.blocks]
-        return arrays + TokenState.delta(plan.token_lists, plan.masks)
+        return arrays + TokenState.pack_changes(plan.token_lists, plan.masks)
 
-    def apply(self, plan: StepPlan, staged: Iterator[Tensor]) -> None:
-        """Carry out the delta; `staged` yields the arrays of `delta(plan)` on the device."""
+    def apply_plan(self, plan: StepPlan, staged: Iterator[Tensor]) -> None:
+        """Carry out the delta; `staged` yields the arrays of `pack_plan(plan)` on the device."""
         if plan.new_rows is not None:
             rows = next(staged).long()
             self.length[rows] = next(staged).long()
-            self.sampling.put(rows, next(staged))
-            self.tokens.clear(rows)
+            self.sampling.write_rows(rows, next(staged))
+            self.tokens.clear_rows(rows)
         for group, table in zip(plan.new_blocks, self.block_tables):
             if len(group.rows):
                 rows, columns, blocks = next(staged), next(staged), next(staged)
                 table[rows.long(), columns.long()] = blocks
-        self.tokens.apply(plan.token_lists, plan.masks, staged)
+        self.tokens.apply_changes(plan.token_lists, plan.masks, staged)

@@ -115,7 +115,7 @@ class GraphRunner:
         self._started = True
         self._recorder.release_unused()
 
-    def takes(self, plan: StepPlan) -> bool:
+    def can_run(self, plan: StepPlan) -> bool:
         """Whether graphs can run this step."""
         return plan.prompt_scores is None and plan.num_tokens <= self.token_sizes[-1]
 
@@ -199,7 +199,7 @@ class GraphRunner:
             output = self._forward[kind, size][1]
         else:
             assert self._mixed_output is not None
-            output = self._mixed_output.first(size)
+            output = self._mixed_output.first_rows(size)
 
         def run() -> Logprobs | None:
             return self.program.sample(output, features)

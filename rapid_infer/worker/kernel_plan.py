@@ -99,7 +99,8 @@ class _Steps:
     def run_eager(self) -> None:
         """Beside recorded steps, those that score prompts, and the one that measures memory."""
         for plan in self._eager_plans():
-            self.device_rows.apply(plan, iter([torch.from_numpy(array).to(META) for array in DeviceRows.delta(plan)]))
+            arrays = [torch.from_numpy(array).to(META) for array in DeviceRows.pack_plan(plan)]
+            self.device_rows.apply_plan(plan, iter(arrays))
             scores, scored = plan.prompt_scores, None
             if scores is not None:
                 scored = torch.from_numpy(scores.tokens).to(META).long()

@@ -118,7 +118,7 @@ class ModelRunner:
 
     def _forward(self, plan: StepPlan) -> StepHandle:
         graphs = self.graphs
-        key = graphs.key_of(plan) if graphs is not None and graphs.takes(plan) else None
+        key = graphs.key_of(plan) if graphs is not None and graphs.can_run(plan) else None
         with span("worker.forward"):
             handle, scored = self._write_inputs(plan, key)
             if key is not None:
@@ -133,7 +133,8 @@ class ModelRunner:
     def _sample(self, handle: StepHandle, masks: RowMasks | None) -> None:
         plan = handle.plan
         if masks is not None:
-            self.device_rows.tokens.apply(None, masks, iter(self._staging.put(TokenState.delta(None, masks))))
+            staged = self._staging.copy_to_device(TokenState.pack_changes(None, masks))
+            self.device_rows.tokens.apply_changes(None, masks, iter(staged))
         with span("worker.sample"):
             if handle.output is not None:
                 logprobs = self._sample_eagerly(handle, handle.output)
@@ -175,13 +176,13 @@ class ModelRunner:
         scores, scored, targets = plan.prompt_scores, None, None
         if staged or scores is not None:
             with span("worker.staging"):
-                arrays = DeviceRows.delta(plan) if staged else []
+                arrays = DeviceRows.pack_plan(plan) if staged else []
                 if scores is not None:
                     # All in one copy: there is a buffer for each step in flight.
                     arrays += [scores.tokens, scores.targets]
-                on_device = iter(self._staging.put(arrays))
+                on_device = iter(self._staging.copy_to_device(arrays))
                 if staged:
-                    self.device_rows.apply(plan, on_device)
+                    self.device_rows.apply_plan(plan, on_device)
                 if scores is not None:
                     scored, targets = next(on_device).long(), next(on_device).long()
         blocks = () if staged else plan.new_blocks

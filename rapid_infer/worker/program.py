@@ -74,7 +74,7 @@ class ForwardOutput:
     lengths: Tensor
     scored: Tensor | None = None
 
-    def first(self, n: int) -> ForwardOutput:
+    def first_rows(self, n: int) -> ForwardOutput:
         return ForwardOutput(self.hidden[:n], self.rows[:n], self.lengths[:n])
 
 
@@ -160,7 +160,7 @@ class StepProgram:
         device_rows, ring = self.device_rows, self.ring
         new = self.sample_tokens(output, features)
         if features.penalties:
-            device_rows.tokens.count(output.rows, new.tokens)
+            device_rows.tokens.count_tokens(output.rows, new.tokens)
         state = device_rows.last_token, device_rows.length, ring.results, ring.step
         self._commit(output.rows, new.tokens, new.finite_if_valid, *state)
         return new.logprobs

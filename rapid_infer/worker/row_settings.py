@@ -32,15 +32,15 @@ class RowSettings:
         return self.words.view(dtype)[:, column]
 
     @staticmethod
-    def delta(new: NewRows) -> np.ndarray:
+    def pack_rows(new: NewRows) -> np.ndarray:
         """What new rows bring as words int32 `[new * words]`: one array to stage and one write."""
         return _pack(new.settings)
 
-    def put(self, rows: Tensor, words: Tensor) -> None:
-        """Take over what `delta` made, for rows `[n]` int64."""
+    def write_rows(self, rows: Tensor, words: Tensor) -> None:
+        """Take over what `pack_rows` made, for rows `[n]` int64."""
         self.words.index_copy_(0, rows, words.view(-1, _WORDS))
 
-    def take(self, rows: Tensor) -> RowSettings:
+    def gather_rows(self, rows: Tensor) -> RowSettings:
         """The same settings for some rows."""
         return RowSettings(self.words.index_select(0, rows))
 

@@ -62,11 +62,11 @@ def sample_tokens(
         best, tokens = head.argmax(hidden)
         return SampledTokens(tokens, best)
     raw = logits = head.logits(hidden)
-    state = device_rows.sampling.take(rows)
+    state = device_rows.sampling.gather_rows(rows)
     failed = None
     if features.processed:
         failed = ~torch.isfinite(raw.amax(dim=-1))
-        logits = device_rows.tokens.process(raw, rows, lengths, state, features)
+        logits = device_rows.tokens.process_logits(raw, rows, lengths, state, features)
     tokens, bad = sample_logits(logits, state, lengths, features, with_ops)
     if failed is not None:
         bad = bad | failed

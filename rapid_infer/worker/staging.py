@@ -28,7 +28,7 @@ class Staging:
     def _new(self, capacity: int) -> Tensor:
         return torch.empty(capacity, dtype=torch.uint8, pin_memory=self._pinned)
 
-    def put(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+    def copy_to_device(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         """Device tensors of the same shapes and dtypes, valid until this slot's next turn, on a GPU in stream order."""
         starts, end = [], 0
         for array in arrays:

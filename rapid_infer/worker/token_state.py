@@ -2,7 +2,7 @@
 
 The tables that are as wide as the vocabulary exist only once a request has needed them; lists of ids have room for the
 longest that a request may bring, so that none of them ever grows. Nothing here waits for the device. A CUDA graph may
-hold `process` and `count`: it is good as long as `signature` is what it was at the capture.
+hold `process_logits` and `count_tokens`: it is good as long as `signature` is what it was at the capture.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rapid_infer.worker.row_settings import RowSettings
 
 
 class TokenState:
-    """Tables over `rows` rows; `process` changes logits by them.
+    """Tables over `rows` rows; `process_logits` changes logits by them.
 
     stop_ids `[rows, MAX_STOP_TOKEN_IDS]` int64, -1 where unused
     bias_ids `[rows, MAX_LOGIT_BIAS]` int64, bias_values the same fp32, both 0 where unused
@@ -44,8 +44,8 @@ class TokenState:
         return self.in_prompt is not None, self.mask_bits is not None
 
     @staticmethod
-    def delta(lists: TokenLists | None, masks: RowMasks | None) -> list[np.ndarray]:
-        """The arrays that `apply` takes, in its order."""
+    def pack_changes(lists: TokenLists | None, masks: RowMasks | None) -> list[np.ndarray]:
+        """The arrays that `apply_changes` takes, in its order."""
         arrays: list[np.ndarray] = []
         if lists is not None:
             for group in (lists.stop, lists.bias, lists.prompt, lists.output):
@@ -55,7 +55,7 @@ class TokenState:
             arrays += [masks.rows, masks.bits.ravel()]
         return arrays
 
-    def clear(self, rows: Tensor) -> None:
+    def clear_rows(self, rows: Tensor) -> None:
         """Rows `[n]` int64 start anew."""
         self.stop_ids.index_fill_(0, rows, -1)
         self.bias_values.index_fill_(0, rows, 0.0)
@@ -65,8 +65,8 @@ class TokenState:
         if self.mask_bits is not None:
             self.mask_bits.index_fill_(0, rows, -1)
 
-    def apply(self, lists: TokenLists | None, masks: RowMasks | None, staged: Iterator[Tensor]) -> None:
-        """Take over what new rows bring; `staged` yields the arrays of `delta` on the device."""
+    def apply_changes(self, lists: TokenLists | None, masks: RowMasks | None, staged: Iterator[Tensor]) -> None:
+        """Take over what new rows bring; `staged` yields the arrays of `pack_changes` on the device."""
         if lists is not None:
             stop, bias, prompt, output = (tuple(next(staged).long() for _ in range(3)) for _ in range(4))
             self.stop_ids[stop[0], stop[1]] = stop[2]
@@ -75,7 +75,7 @@ class TokenState:
             if len(lists.prompt.rows):
                 # A plain `= True` would copy it from pageable memory, and wait.
                 self._seen().index_put_((prompt[0], prompt[2]), torch.ones_like(prompt[2], dtype=torch.bool))
-                self.count(output[0], output[2])
+                self.count_tokens(output[0], output[2])
         if masks is not None:
             if self.mask_bits is None:
                 self.mask_bits = torch.full(
@@ -93,7 +93,7 @@ class TokenState:
             self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=self._device)
         return self.in_prompt
 
-    def process(
+    def process_logits(
         self, logits: Tensor, rows: Tensor, lengths: Tensor, state: RowSettings, features: SamplingFeatures
     ) -> Tensor:
         """New logits: bias, then masks, stop ids below the minimum length, then penalties.
@@ -122,7 +122,7 @@ class TokenState:
         empty = masked.amax(dim=-1, keepdim=True) == -math.inf
         return torch.where(empty, logits, masked)
 
-    def count(self, rows: Tensor, tokens: Tensor) -> None:
+    def count_tokens(self, rows: Tensor, tokens: Tensor) -> None:
         """Note tokens that were chosen, both `[n]` int64. Pairs may repeat; a padding row's counts mean nothing."""
         if self.output_counts is not None:
             ones = torch.ones_like(tokens, dtype=torch.int32)

@@ -165,11 +165,11 @@ def test_logits_and_tokens_of_transformers_within_tolerance(llm, theirs):
     hook = runner.model.register_forward_hook(lambda module, args, hidden: prefills.append(hidden.clone()))
     runner.launch = recorded_launch
     # Prompts run eagerly, so that the hook sees the states of all their tokens.
-    graphs.takes = lambda plan: plan.max_query_len == 1
+    graphs.can_run = lambda plan: plan.max_query_len == 1
     try:
         answers = tokens(llm.generate(prompts, params("greedy", max_tokens=16)))
     finally:
-        del runner.launch, graphs.takes
+        del runner.launch, graphs.can_run
         hook.remove()
         whole.remove()
     assert [len(states) for states in prefills] == [375]

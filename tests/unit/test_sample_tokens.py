@@ -39,7 +39,9 @@ def test_a_row_whose_logits_are_not_finite_fails_behind_its_mask(bad: float, pla
     torch.manual_seed(0)
     device_rows = DeviceRows(torch.device("cpu"), 3, 1, 2, VOCAB)
     masks = RowMasks(np.arange(3, dtype=np.int32), np.stack([pack(ALLOWED, VOCAB)] * 3))
-    device_rows.tokens.apply(None, masks, iter([torch.from_numpy(array) for array in TokenState.delta(None, masks)]))
+    device_rows.tokens.apply_changes(
+        None, masks, iter([torch.from_numpy(array) for array in TokenState.pack_changes(None, masks)])
+    )
     device_rows.sampling.temperature.fill_(temperature)
     logits = torch.randn(3, VOCAB)
     logits[1, place] = bad

@@ -50,15 +50,15 @@ class Device:
         lengths = np.array([request.num_tokens for request in requests], np.int64)
         none = np.zeros_like(lengths)
         plan = builder.build(1, self.rows, taken, none, lengths, np.arange(len(taken)), none)
-        self.device_rows.apply(plan, iter(self._staging.put(DeviceRows.delta(plan))))
+        self.device_rows.apply_plan(plan, iter(self._staging.copy_to_device(DeviceRows.pack_plan(plan))))
         return plan
 
     def process(self, logits: Tensor, rows: Sequence[int], lengths: Sequence[int]) -> Tensor:
         at = torch.tensor(rows)
         features = self.rows.features(np.array(rows))
         before = logits.clone()
-        after = self.device_rows.tokens.process(
-            logits, at, torch.tensor(lengths), self.device_rows.sampling.take(at), features
+        after = self.device_rows.tokens.process_logits(
+            logits, at, torch.tensor(lengths), self.device_rows.sampling.gather_rows(at), features
         )
         assert torch.equal(logits, before), "the logits as the model gave them are still needed"
         return after
@@ -117,7 +117,7 @@ def test_counts_are_those_of_the_prompt_and_of_the_output_so_far(device: Device)
         (0, 5): 2,
         (0, 3): 1,
     }
-    tokens.count(torch.tensor([0, 1]), torch.tensor([5, 5]))
+    tokens.count_tokens(torch.tensor([0, 1]), torch.tensor([5, 5]))
     assert tokens.output_counts[:, 5].tolist() == [3, 1, 0, 0, 0]
 
 
@@ -189,16 +189,18 @@ def test_the_signature_says_which_of_the_wide_tables_exist(device: Device) -> No
 def test_a_table_that_does_not_exist_has_nothing_to_say(device: Device, logits: Tensor) -> None:
     all_on = SamplingFeatures(penalties=True, bias=True, min_tokens=True, masks=True)
     at, tokens = torch.arange(ROWS), device.device_rows.tokens
-    after = tokens.process(logits, at, torch.full((ROWS,), 3), device.device_rows.sampling.take(at), all_on)
+    after = tokens.process_logits(
+        logits, at, torch.full((ROWS,), 3), device.device_rows.sampling.gather_rows(at), all_on
+    )
     assert torch.equal(after, logits)
-    tokens.count(at, at)
+    tokens.count_tokens(at, at)
     assert tokens.signature == (False, False)
 
 
 def test_a_padding_row_may_be_counted_often(device: Device) -> None:
     device.start(request(presence_penalty=1.0))
     tokens = device.device_rows.tokens
-    tokens.count(torch.tensor([ROWS, 0, ROWS, ROWS]), torch.tensor([0, 5, 0, 0]))
+    tokens.count_tokens(torch.tensor([ROWS, 0, ROWS, ROWS]), torch.tensor([0, 5, 0, 0]))
     assert tokens.output_counts is not None
     assert torch.nonzero(tokens.output_counts[:ROWS]).tolist() == [[0, 5]]
 
@@ -207,7 +209,7 @@ def test_packed_settings_are_those_of_the_single_fields(device: Device) -> None:
     plan = device.start(request(temperature=0.3, top_k=7, seed=-(2**40)), request(top_p=0.5, min_p=0.25, min_tokens=2))
     assert plan.new_rows is not None
     packed = RowSettings.neutral(ROWS + 1, torch.device("cpu"))
-    packed.put(torch.tensor([0, 1]), torch.from_numpy(RowSettings.delta(plan.new_rows)))
+    packed.write_rows(torch.tensor([0, 1]), torch.from_numpy(RowSettings.pack_rows(plan.new_rows)))
     for name in ROW_DTYPE.names or ():
         got = getattr(packed, name)
         assert torch.equal(got, getattr(device.device_rows.sampling, name)), name
@@ -225,15 +227,19 @@ def test_nothing_waits_for_the_device() -> None:
     )
     with FakeTensorMode():
         tokens, state = TokenState(ROWS, VOCAB, torch.device("cpu")), RowSettings.neutral(ROWS, torch.device("cpu"))
-        staged = [torch.empty(array.shape, dtype=_DTYPES[array.dtype.type]) for array in TokenState.delta(lists, masks)]
+        staged = [
+            torch.empty(array.shape, dtype=_DTYPES[array.dtype.type]) for array in TokenState.pack_changes(lists, masks)
+        ]
         rows, logits = torch.zeros(3, dtype=torch.int64), torch.zeros(3, VOCAB)
-        tokens.clear(rows)
-        tokens.apply(lists, masks, iter(staged))
-        state.put(rows, torch.zeros(3 * state.words.shape[1], dtype=torch.int32))
-        state = state.take(rows)
+        tokens.clear_rows(rows)
+        tokens.apply_changes(lists, masks, iter(staged))
+        state.write_rows(rows, torch.zeros(3 * state.words.shape[1], dtype=torch.int32))
+        state = state.gather_rows(rows)
         for features in (on, SamplingFeatures(random=True), SamplingFeatures()):
-            chosen, failed = sample_logits(tokens.process(logits, rows, rows, state, features), state, rows, features)
-            tokens.count(rows, chosen)
+            chosen, failed = sample_logits(
+                tokens.process_logits(logits, rows, rows, state, features), state, rows, features
+            )
+            tokens.count_tokens(rows, chosen)
             assert failed.shape == gather_logprobs(logits, chosen, 5).rank.shape == (3,)
 
 
@@ -245,8 +251,8 @@ def test_a_row_begins_without_what_its_last_owner_left(device: Device, logits: T
     device.start(request())
     all_on = SamplingFeatures(penalties=True, bias=True, min_tokens=True, masks=True)
     at = torch.tensor([0, 1])
-    after = device.device_rows.tokens.process(
-        logits[:2], at, torch.tensor([3, 3]), device.device_rows.sampling.take(at), all_on
+    after = device.device_rows.tokens.process_logits(
+        logits[:2], at, torch.tensor([3, 3]), device.device_rows.sampling.gather_rows(at), all_on
     )
     assert torch.equal(after[0], logits[0])
     assert torch.equal(after[1], changed(logits[1], {4: logits[1, 4] - 2 - 4}))  # type: ignore[dict-item]
@@ -297,7 +303,7 @@ def test_minus_infinity_stays_and_some_token_always_remains(device: Device, sett
 def test_extreme_settings_stay_within_what_the_device_s_numbers_hold(device: Device) -> None:
     settings = SamplingParams(temperature=1e300, top_k=2**40, max_tokens=None, min_tokens=2**40, top_p=1e-300)
     device.start(Request("r", np.array([1], np.int32), settings, (5,), 60))
-    state = device.device_rows.sampling.take(torch.tensor([0]))
+    state = device.device_rows.sampling.gather_rows(torch.tensor([0]))
     assert state.temperature.isfinite().all()
     assert (int(state.top_k), int(state.min_length)) == (2**31 - 1, 60)
     assert (torch.tensor([-INF]) / state.temperature).tolist() == [-INF]
