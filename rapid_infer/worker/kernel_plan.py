@@ -25,7 +25,7 @@ from rapid_infer.worker.device_rows import DeviceRows
 from rapid_infer.worker.graph_runner import DECODE, GREEDY, GraphRunner, asks_for_context
 from rapid_infer.worker.memory import largest_step
 from rapid_infer.worker.model_runner import make_ring
-from rapid_infer.worker.program import SCORED_AT_ONCE, StepProgram, StepShape
+from rapid_infer.worker.program import PROMPT_LOGPROBS_AT_ONCE, StepProgram, StepShape
 
 if TYPE_CHECKING:
     from rapid_infer.ops.providers.triton.precompile import Launch
@@ -97,26 +97,27 @@ class _Steps:
                 graphs.capture_sample(DECODE, size, features)
 
     def run_eager(self) -> None:
-        """Beside recorded steps, those that score prompts, and the one that measures memory."""
+        """Beside recorded steps, those with prompt log-probabilities, and the one that measures memory."""
         for plan in self._eager_plans():
             arrays = [torch.from_numpy(array).to(META) for array in DeviceRows.pack_plan(plan)]
             self.device_rows.apply_plan(plan, iter(arrays))
-            scores, scored = plan.prompt_scores, None
-            if scores is not None:
-                scored = torch.from_numpy(scores.tokens).to(META).long()
-            output = self.program.forward(StepShape.of(plan, counted=False), scored)
+            wanted, prompt_tokens = plan.prompt_scores, None
+            if wanted is not None:
+                prompt_tokens = torch.from_numpy(wanted.tokens).to(META).long()
+            output = self.program.forward(StepShape.of(plan, counted=False), prompt_tokens)
             self.program.sample(output, plan.features)
-            if scores is not None:
-                assert output.scored is not None
-                self.program.score(output.scored, torch.from_numpy(scores.targets).to(META).long(), scores.count)
+            if wanted is not None:
+                assert output.prompt_hidden is not None
+                targets = torch.from_numpy(wanted.targets).to(META).long()
+                self.program.prompt_logprobs(output.prompt_hidden, targets, wanted.count)
 
     def _eager_plans(self) -> Iterator[StepPlan]:
         yield largest_step(self.max_rows, self.max_tokens, self.max_model_len)
         for tokens in _sizes(self.max_tokens):
             for rows in dict.fromkeys((1, min(tokens, self.max_rows))):
                 plan = replace(largest_step(rows, tokens, self.max_model_len), token_lists=None, features=GREEDY)
-                scored = np.arange(min(plan.num_tokens, SCORED_AT_ONCE), dtype=np.int32)
-                yield replace(plan, prompt_scores=PromptScores(scored, scored, 1))
+                ids = np.arange(min(plan.num_tokens, PROMPT_LOGPROBS_AT_ONCE), dtype=np.int32)
+                yield replace(plan, prompt_scores=PromptScores(ids, ids, 1))
                 several, longest = len(plan.rows) > 1, self.max_model_len
                 if several:
                     # Rows with a context may share parts of it.

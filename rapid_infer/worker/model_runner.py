@@ -35,7 +35,7 @@ class StepHandle:
 
     key       the graphs that run it; None: it runs eagerly
     output    of an eager forward, from which tokens are still to be sampled
-    targets   `[n]` int64: what its tokens to be scored are followed by
+    targets   `[n]` int64: the prompt tokens whose log-probabilities are asked for
     """
 
     plan: StepPlan
@@ -120,14 +120,14 @@ class ModelRunner:
         graphs = self.graphs
         key = graphs.key_of(plan) if graphs is not None and graphs.can_run(plan) else None
         with span("worker.forward"):
-            handle, scored = self._write_inputs(plan, key)
+            handle, prompt_tokens = self._write_inputs(plan, key)
             if key is not None:
                 assert graphs is not None
                 graphs.launch_forward(key)
             else:
                 # On a GPU the same launches as in a graph.
                 shape = StepShape.of(plan, counted=self.device.type == "cpu")
-                handle.output = self.program.forward(shape, scored)
+                handle.output = self.program.forward(shape, prompt_tokens)
         return handle
 
     def _sample(self, handle: StepHandle, masks: RowMasks | None) -> None:
@@ -155,16 +155,18 @@ class ModelRunner:
         else:
             # No row gets a token.
             self.ring.resync()
-        if plan.prompt_scores is not None:
-            assert output.scored is not None
+        if (wanted := plan.prompt_scores) is not None:
+            assert output.prompt_hidden is not None
             assert targets is not None
-            handle.prompt_logprobs = self._to_host(self.program.score(output.scored, targets, plan.prompt_scores.count))
+            prompt_logprobs = self.program.prompt_logprobs(output.prompt_hidden, targets, wanted.count)
+            handle.prompt_logprobs = self._to_host(prompt_logprobs)
         return logprobs
 
     def _write_inputs(self, plan: StepPlan, key: Key | None) -> tuple[StepHandle, Tensor | None]:
-        """Write the step's entry, after what it has no place for: new rows, their lists and masks, tokens to be scored.
+        """Write the step's entry, after what it has no place for: new rows, their lists and masks, which prompt
+        log-probabilities are asked for.
 
-        Returns those tokens too.
+        Also returns the tokens after which they are, `[n]` int64.
         """
         if self._half_launched:
             # The step before this one stopped half-way.
@@ -173,24 +175,24 @@ class ModelRunner:
         updates = sum(len(group.rows) for group in plan.new_blocks)
         extra = plan.new_rows is not None or plan.token_lists is not None or plan.masks is not None
         staged = extra or updates > self.ring.layout.max_updates
-        scores, scored, targets = plan.prompt_scores, None, None
-        if staged or scores is not None:
+        wanted, prompt_tokens, targets = plan.prompt_scores, None, None
+        if staged or wanted is not None:
             with span("worker.staging"):
                 arrays = DeviceRows.pack_plan(plan) if staged else []
-                if scores is not None:
+                if wanted is not None:
                     # All in one copy: there is a buffer for each step in flight.
-                    arrays += [scores.tokens, scores.targets]
+                    arrays += [wanted.tokens, wanted.targets]
                 on_device = iter(self._staging.copy_to_device(arrays))
                 if staged:
                     self.device_rows.apply_plan(plan, on_device)
-                if scores is not None:
-                    scored, targets = next(on_device).long(), next(on_device).long()
+                if wanted is not None:
+                    prompt_tokens, targets = next(on_device).long(), next(on_device).long()
         blocks = () if staged else plan.new_blocks
         if plan.is_decode if key is None else key[0] == DECODE:
             slot = self.ring.write_decode(plan.rows, len(plan.rows) if key is None else key[1], blocks)
         else:
             slot = self.ring.write_mixed(plan, blocks)
-        return StepHandle(plan, slot, key, targets=targets), scored
+        return StepHandle(plan, slot, key, targets=targets), prompt_tokens
 
     def _record(self) -> torch.cuda.Event | None:
         if not self._events:

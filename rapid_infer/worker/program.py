@@ -24,7 +24,7 @@ from rapid_infer.worker.logprobs import Logprobs, concatenate, gather_logprobs
 from rapid_infer.worker.sample import SampledTokens, SamplingOps, sample_tokens
 from rapid_infer.worker.step_ring import StepRing
 
-SCORED_AT_ONCE = 128
+PROMPT_LOGPROBS_AT_ONCE = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +66,13 @@ class ForwardOutput:
     """What a forward leaves of the rows that get a token: hidden `[S, hidden]`, rows `[S]` int64, lengths `[S]` int32,
     this step's tokens included.
 
-    scored   hidden states of the tokens whose successors are to be scored, if that was asked for
+    prompt_hidden  hidden states of the tokens after which prompt log-probabilities are asked for, if they are
     """
 
     hidden: Tensor
     rows: Tensor
     lengths: Tensor
-    scored: Tensor | None = None
+    prompt_hidden: Tensor | None = None
 
     def first_rows(self, n: int) -> ForwardOutput:
         return ForwardOutput(self.hidden[:n], self.rows[:n], self.lengths[:n])
@@ -93,18 +93,19 @@ class StepProgram:
         self._rows = torch.full((max_rows,), device_rows.padding_row, dtype=torch.int64, device=device)
         self._query_start = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
 
-    def forward(self, shape: StepShape, scored: Tensor | None = None) -> ForwardOutput:
-        """The first part of a step; `scored` int64: tokens whose hidden states are asked for beside the sampled ones.
+    def forward(self, shape: StepShape, prompt_tokens: Tensor | None = None) -> ForwardOutput:
+        """The first part of a step. The result is good until the next forward.
 
-        The result is good until the next forward.
+        prompt_tokens  int64: which tokens' hidden states are asked for beside the sampled ones
         """
         batch, rows, lengths = self._decode(shape) if shape.decode else self._mixed(shape)
         wanted = batch.logits_indices
-        if scored is not None:
+        if prompt_tokens is not None:
             batch.logits_indices = None
         hidden = self.model(batch)
         batch.logits_indices = wanted
-        return ForwardOutput(batch.sampled(hidden), rows, lengths, None if scored is None else hidden[scored])
+        prompt_hidden = None if prompt_tokens is None else hidden[prompt_tokens]
+        return ForwardOutput(batch.sampled(hidden), rows, lengths, prompt_hidden)
 
     def _decode(self, shape: StepShape) -> tuple[ForwardBatch, Tensor, Tensor]:
         """(batch, rows that get a token, their lengths)."""
@@ -165,8 +166,8 @@ class StepProgram:
         self._commit(output.rows, new.tokens, new.finite_if_valid, *state)
         return new.logprobs
 
-    def score(self, states: Tensor, targets: Tensor, count: int) -> Logprobs:
+    def prompt_logprobs(self, states: Tensor, targets: Tensor, count: int) -> Logprobs:
         """Log-probabilities of `targets` `[n]` int64 after `states` `[n, hidden]`, and of the `count` best."""
         # In pieces: logits of a whole chunk would be the largest tensor of the step by far.
-        pieces = zip(states.split(SCORED_AT_ONCE), targets.split(SCORED_AT_ONCE))
+        pieces = zip(states.split(PROMPT_LOGPROBS_AT_ONCE), targets.split(PROMPT_LOGPROBS_AT_ONCE))
         return concatenate([gather_logprobs(self.model.head.logits(some), target, count) for some, target in pieces])
