@@ -115,7 +115,7 @@ class Benchmark(session.Session):
             if not self.resolved:
                 self.introduce(engine, load_s)
                 self._introduce()
-                self.model_dict = self.model_facts(engine)
+                self.model_dict = self.model_info(engine)
             self.resolved[setting.name] = session.resolved(engine.config)
             gpus = session.gpus_of(engine.config)
             for _ in range(self.ns.warmup):

@@ -20,7 +20,7 @@ from common.op_timing import Timing
 from common.output import Report, command_line
 from common.schema import Result
 
-from rapid_infer.ops import OPS, OpFacts, load_providers
+from rapid_infer.ops import OPS, OpInfo, load_providers
 from rapid_infer.ops.registry import REFERENCE, Provider
 
 EXAMPLES = """\
@@ -126,7 +126,7 @@ class Bench:
         for provider in sorted(OPS[case.op].providers.values(), key=lambda p: -p.priority):
             if self.providers and provider.name not in self.providers:
                 continue
-            if reasons := provider.supports(OpFacts.of(self.device, self.dtype, **case.extra)):
+            if reasons := provider.supports(OpInfo.of(self.device, self.dtype, **case.extra)):
                 self.skipped[f"{case.op}={provider.name}"] = "; ".join(reasons)
                 continue
             yield provider

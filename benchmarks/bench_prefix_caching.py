@@ -61,7 +61,7 @@ class Benchmark(session.Session):
             self.introduce(engine, load_s)
             self._introduce(engine)
             gpus, block_size = session.gpus_of(engine.config), engine.core.info.block_size
-            model, options_on = self.model_facts(engine), session.resolved(engine.config)
+            model, options_on = self.model_info(engine), session.resolved(engine.config)
             self._time(engine, load_s, "on", {"cold": cold, "warm": warm})
         with self.open(enable_prefix_caching=False) as (engine, load_s):
             options_off = session.resolved(engine.config)

@@ -82,8 +82,8 @@ class AsyncLLM:
             self._process.stop(grace=0)
             raise
         self.tokenizer = tokenizer
-        self.inputs = InputProcessor(ready.facts, tokenizer)
-        self.facts = self.inputs.facts
+        self.inputs = InputProcessor(ready.info, tokenizer)
+        self.info = self.inputs.info
         self.outputs = OutputProcessor(tokenizer)
         self._defaults = ready.defaults
         self._waiting: dict[str, _Waiting] = {}

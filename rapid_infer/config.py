@@ -32,7 +32,7 @@ _RANGES = (
 
 
 @dataclass(frozen=True)
-class DeviceFacts:
+class DeviceInfo:
     """What config resolution needs to know of the device: `type` ("cpu", "cuda"), native bf16, bytes of free memory."""
 
     type: str
@@ -41,7 +41,7 @@ class DeviceFacts:
 
 
 @dataclass(frozen=True)
-class CheckpointFacts:
+class CheckpointInfo:
     """What config resolution needs to know of the checkpoint; dtype None when config.json names none.
 
     `max_position_embeddings` is the plugin's, which has lengthened config.json's by its RoPE scaling.
@@ -187,7 +187,7 @@ class EngineArgs:
             _check(value is None or low <= value <= high, name, value, f"an integer from {low} to {high}")
         _check(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")
 
-    def resolve(self, checkpoint: CheckpointFacts, device: DeviceFacts) -> EngineConfig:
+    def resolve(self, checkpoint: CheckpointInfo, device: DeviceInfo) -> EngineConfig:
         """Decide every "auto". ConfigError when the values cannot work together."""
         notes: list[str] = []
         on_gpu = device.type == "cuda"
@@ -238,7 +238,7 @@ class EngineArgs:
             notes=tuple(notes),
         )
 
-    def _resolve_dtype(self, checkpoint: CheckpointFacts, device: DeviceFacts, notes: list[str]) -> str:
+    def _resolve_dtype(self, checkpoint: CheckpointInfo, device: DeviceInfo, notes: list[str]) -> str:
         if self.dtype != "auto":
             return DTYPES[self.dtype]
         wanted = checkpoint.dtype or "bfloat16"

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from rapid_infer.config import DeviceFacts
+from rapid_infer.config import DeviceInfo
 from rapid_infer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class GpuFacts:
+class GpuInfo:
     """What providers choose and compile kernels by."""
 
     name: str
@@ -25,18 +25,18 @@ class GpuFacts:
     multiprocessors: int
 
 
-_assumed: list[GpuFacts] = []
+_assumed: list[GpuInfo] = []
 
 
-def assume_gpu(facts: GpuFacts) -> None:
+def assume_gpu(info: GpuInfo) -> None:
     """From here on tensors on "meta" stand for tensors on such a GPU, which this process need not have."""
-    _assumed[:] = [facts]
-    gpu_facts.cache_clear()
+    _assumed[:] = [info]
+    gpu_info.cache_clear()
 
 
 @cache
-def gpu_facts(device: torch.device) -> GpuFacts | None:
-    """Facts of a CUDA device, on "meta" those of `assume_gpu`; None where it is no GPU."""
+def gpu_info(device: torch.device) -> GpuInfo | None:
+    """What is known of a CUDA device, on "meta" what `assume_gpu` said; None where it is no GPU."""
     import torch
 
     if device.type == "meta":
@@ -44,7 +44,7 @@ def gpu_facts(device: torch.device) -> GpuFacts | None:
     if device.type != "cuda":
         return None
     found = torch.cuda.get_device_properties(device)
-    return GpuFacts(found.name, (found.major, found.minor), found.multi_processor_count)
+    return GpuInfo(found.name, (found.major, found.minor), found.multi_processor_count)
 
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
@@ -65,8 +65,8 @@ CGROUP_V1 = CgroupFiles(
 CGROUP_V2 = CgroupFiles("", "memory.max", "memory.current", ("active_file", "inactive_file", "slab_reclaimable"))
 
 
-def probe(device: str = "auto") -> DeviceFacts:
-    """Facts of the wanted device ("auto": a GPU if there is one). ConfigError when it is absent or unknown."""
+def probe(device: str = "auto") -> DeviceInfo:
+    """What is known of the wanted device ("auto": a GPU if there is one). ConfigError when it is absent or unknown."""
     import torch
 
     kind = device.partition(":")[0]
@@ -76,10 +76,10 @@ def probe(device: str = "auto") -> DeviceFacts:
         if not torch.cuda.is_available():
             raise ConfigError(f"device={device!r}: torch {torch.__version__} sees no CUDA device; use device='cpu'")
         free, _ = torch.cuda.mem_get_info()
-        return DeviceFacts("cuda", torch.cuda.is_bf16_supported(), free)
+        return DeviceInfo("cuda", torch.cuda.is_bf16_supported(), free)
     if kind != "cpu":
         raise ConfigError(f"device must be 'auto', 'cpu' or 'cuda', got {device!r}")
-    return DeviceFacts("cpu", torch.ops.mkldnn._is_mkldnn_bf16_supported(), available_host_memory())
+    return DeviceInfo("cpu", torch.ops.mkldnn._is_mkldnn_bf16_supported(), available_host_memory())
 
 
 def set_num_threads(wanted: int | None) -> None:

@@ -54,7 +54,7 @@ class LLMEngine(Exclusive):
         started = start_engine(self.checkpoint, entry, self.args, with_tokenizer=not self.args.skip_tokenizer_init)
         self.core, self.config, self.tokenizer = started.core, started.config, started.tokenizer
         self.executor: Any = self.core.executor
-        self.inputs = InputProcessor(started.facts, self.tokenizer)
+        self.inputs = InputProcessor(started.info, self.tokenizer)
         self.outputs = OutputProcessor(self.tokenizer)
         self._open: dict[str, _Open] = {}
         self._failed: list[RequestOutput] = []

@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rapid_infer.config import CheckpointFacts, EngineArgs, EngineConfig
+from rapid_infer.config import CheckpointInfo, EngineArgs, EngineConfig
 from rapid_infer.engine.core import EngineCore
 from rapid_infer.errors import ConfigError
-from rapid_infer.frontend import EngineFacts
+from rapid_infer.frontend import EngineInfo
 from rapid_infer.models.checkpoint import Checkpoint, read_checkpoint
 from rapid_infer.profiling import span, traced
 from rapid_infer.registry import Entry, ModelRegistry
@@ -36,11 +36,11 @@ class ConfiguredModel:
 
 @dataclass(frozen=True, slots=True)
 class StartedEngine:
-    """A loaded model in this process with the engine that drives it; `facts` are what a front must know of it."""
+    """A loaded model in this process with the engine that drives it; `info` is what a front must know of it."""
 
     core: EngineCore
     config: EngineConfig
-    facts: EngineFacts
+    info: EngineInfo
     tokenizer: Tokenizer | None
 
 
@@ -85,8 +85,8 @@ def configure(checkpoint: Checkpoint, entry: Entry, args: EngineArgs) -> Configu
         device = probe(args.device)
     with span("startup.config"):
         model_config = read_config(cls, checkpoint)
-    facts = CheckpointFacts(model_config.max_position_embeddings, checkpoint.dtype)
-    return ConfiguredModel(cls, model_config, args.resolve(facts, device))
+    info = CheckpointInfo(model_config.max_position_embeddings, checkpoint.dtype)
+    return ConfiguredModel(cls, model_config, args.resolve(info, device))
 
 
 def start_engine(
@@ -107,7 +107,7 @@ def start_engine(
                 model.cls, model.model_config, checkpoint, model.config, partial(compiler.wait, terminal_count)
             )
             core = EngineCore(model.config, executor)
-    return StartedEngine(core, model.config, _facts(core, model.config, checkpoint), tokenizer)
+    return StartedEngine(core, model.config, _engine_info(core, model.config, checkpoint), tokenizer)
 
 
 def compile_kernels(checkpoint: Checkpoint, entry: Entry, args: EngineArgs) -> WarmedUp:
@@ -133,9 +133,9 @@ def _aim(compiler: KernelCompiler, model: ConfiguredModel) -> None:
 def _gpu(config: EngineConfig) -> Any:
     import torch
 
-    from rapid_infer.device import gpu_facts
+    from rapid_infer.device import gpu_info
 
-    return gpu_facts(torch.device(config.device))
+    return gpu_info(torch.device(config.device))
 
 
 @contextmanager
@@ -155,8 +155,8 @@ def _all_kept() -> Iterator[None]:
     gc.freeze()
 
 
-def _facts(core: EngineCore, config: EngineConfig, checkpoint: Checkpoint) -> EngineFacts:
-    return EngineFacts(
+def _engine_info(core: EngineCore, config: EngineConfig, checkpoint: Checkpoint) -> EngineInfo:
+    return EngineInfo(
         architecture=core.info.architecture,
         dtype=core.info.dtype,
         device=config.device,

@@ -138,7 +138,7 @@ class _Benchmark(session.Session):
 
     def _result(self, engine: LLMEngine, ours: Measured, requests: Sequence[Request]) -> Result:
         return self.result(
-            self.model_facts(engine),
+            self.model_info(engine),
             {"resolved": session.resolved(engine.config)},
             {
                 "name": self.ns.workload,

@@ -153,7 +153,7 @@ def _attend(label: str, s: Shape, seq_lens: list[int], query_lens: list[int]) ->
     # Query j of m sees n - m + j + 1 keys.
     seen = sum(m * (n - m) + m * (m + 1) // 2 for n, m in zip(seq_lens, query_lens))
     kv, q = 2 * sum(seq_lens) * s.kv_heads * s.head_dim, sum(query_lens) * s.heads * s.head_dim
-    extra = {"head_dim": s.head_dim, "block_size": BLOCK_SIZE, **params.facts()}
+    extra = {"head_dim": s.head_dim, "block_size": BLOCK_SIZE, **params.options()}
     nbytes = values(kv, 2 * q, size=s.dtype.itemsize)
     return OpCase(
         "paged_attention", label, make, nbytes, 4 * seen * s.heads * s.head_dim, ("k_cache", "v_cache"), extra

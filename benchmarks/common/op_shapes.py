@@ -79,7 +79,7 @@ class OpCase:
     flops   that must be done; 0 where they do not matter
     cold    arguments that a model reads from memory at every call, such as weights: each call gets other copies
     reused  arguments whose buffers a provider may write: they are restored before each call, at no cost in the figures
-    extra   the facts that a layer would bind with
+    extra   what a layer would bind with
     """
 
     op: str

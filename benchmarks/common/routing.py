@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rapid_infer.ops import OPS, OpFacts, OpResolver, register
+from rapid_infer.ops import OPS, OpInfo, OpResolver, register
 
 PROVIDER = "uniform"
 DRAWS = 20
@@ -24,7 +24,7 @@ def engine_options() -> dict[str, Any]:
     return {"op_priority": {"route_experts": [PROVIDER]}}
 
 
-def _supports(facts: OpFacts) -> Sequence[str]:
+def _supports(info: OpInfo) -> Sequence[str]:
     return ()
 
 

@@ -91,7 +91,7 @@ class Session:
         if failed:
             self.report.say(f"{len(failed)} requests failed, the first: {failed[0]}")
 
-    def model_facts(self, engine: LLMEngine) -> dict[str, Any]:
+    def model_info(self, engine: LLMEngine) -> dict[str, Any]:
         """For `Result.model`."""
         return {
             "name": self.ns.model,

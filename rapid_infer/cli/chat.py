@@ -233,9 +233,9 @@ class Keyboard:
 
 
 def _banner(llm: LLM, model: str) -> str:
-    facts = llm.engine.inputs.facts
+    info = llm.engine.inputs.info
     return (
-        f"{model}: {facts.architecture} in {facts.dtype} on {facts.device}, up to {facts.max_model_len} tokens. "
+        f"{model}: {info.architecture} in {info.dtype} on {info.device}, up to {info.max_model_len} tokens. "
         "/help lists the commands, Ctrl-D leaves."
     )
 

@@ -65,7 +65,7 @@ class ChatSession:
 
     @property
     def limit(self) -> int:
-        return self._llm.engine.inputs.facts.max_model_len
+        return self._llm.engine.inputs.info.max_model_len
 
     def ask(self, question: str, show: Callable[[str], None], stopped: Callable[[], bool] = lambda: False) -> Answer:
         """Answer a question; `show` gets the text as it comes, `stopped` is asked after each piece.

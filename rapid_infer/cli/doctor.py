@@ -48,13 +48,13 @@ def diagnose(dtype: str = "auto") -> dict[str, Any]:
     from rapid_infer import registry
     from rapid_infer.config import DTYPES, EngineArgs
     from rapid_infer.device import probe
-    from rapid_infer.ops import OPS, OpFacts, load_providers
+    from rapid_infer.ops import OPS, OpInfo, load_providers
 
     EngineArgs.from_kwargs(dtype=dtype)
     device = probe()
     load_providers()
     name = DTYPES.get(dtype, "bfloat16" if device.bfloat16 else "float32")
-    facts = OpFacts.of(device.type, getattr(torch, name))
+    info = OpInfo.of(device.type, getattr(torch, name))
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return {
         "rapid_infer": __version__,
@@ -69,7 +69,7 @@ def diagnose(dtype: str = "auto") -> dict[str, Any]:
         "ops": {
             op.name: [
                 {"provider": provider, "priority": op.providers[provider].priority, "reasons": list(reasons)}
-                for provider, reasons in op.reasons(facts).items()
+                for provider, reasons in op.reasons(info).items()
             ]
             for op in OPS.values()
         },

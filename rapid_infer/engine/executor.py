@@ -12,7 +12,7 @@ from rapid_infer.engine.step_plan import RowMasks, StepPlan, StepResult
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Facts of the loaded model that the engine and the front need; they import no plugin.
+    """What engine and front must know of the loaded model; they import no plugin.
 
     `num_blocks`: of each pool of `groups`. `num_drafts`: how many tokens of a row are guessed and verified in a step.
     """

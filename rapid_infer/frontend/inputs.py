@@ -22,7 +22,7 @@ Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True)
-class EngineFacts:
+class EngineInfo:
     """What the front must know of the engine, which may be another process.
 
     `stop_token_ids` are the model's own; the front's are those and its tokenizer's, see `InputProcessor`.
@@ -41,11 +41,11 @@ class EngineFacts:
 class InputProcessor:
     """Tokenizes, validates, and numbers requests in order of arrival."""
 
-    def __init__(self, facts: EngineFacts, tokenizer: Tokenizer | None) -> None:
-        stop = facts.stop_token_ids + (() if tokenizer is None else tokenizer.stop_token_ids)
+    def __init__(self, info: EngineInfo, tokenizer: Tokenizer | None) -> None:
+        stop = info.stop_token_ids + (() if tokenizer is None else tokenizer.stop_token_ids)
         # Files and tokenizers name ids that the model cannot give, -1 for none among them.
-        possible = tuple(token for token in dict.fromkeys(stop) if 0 <= token < facts.vocab_size)
-        self.facts = replace(facts, stop_token_ids=possible)
+        possible = tuple(token for token in dict.fromkeys(stop) if 0 <= token < info.vocab_size)
+        self.info = replace(info, stop_token_ids=possible)
         self.tokenizer = tokenizer
         self._arrivals = 0
 
@@ -99,7 +99,7 @@ class InputProcessor:
         RequestError when the prompt can never run, or the engine cannot do what is asked.
         """
         prompt = self._pack(prompt_token_ids)
-        validate_prompt(prompt, self.facts.vocab_size, self.facts.max_model_len)
+        validate_prompt(prompt, self.info.vocab_size, self.info.max_model_len)
         self._check(params)
         arrival = self._arrivals
         self._arrivals += 1
@@ -115,7 +115,7 @@ class InputProcessor:
         try:
             return np.frombuffer(struct.pack(f"{len(ids)}i", *ids), np.int32)
         except struct.error:
-            raise outside_vocabulary(max(ids, key=abs), self.facts.vocab_size) from None
+            raise outside_vocabulary(max(ids, key=abs), self.info.vocab_size) from None
 
     def _check(self, params: SamplingParams) -> None:
         if not isinstance(params, SamplingParams):
@@ -127,25 +127,25 @@ class InputProcessor:
             raise RequestError("stop strings need the tokenizer, but skip_tokenizer_init=True: use stop_token_ids")
         for name in ("allowed_token_ids", "logit_bias", "stop_token_ids"):
             for token in getattr(params, name) or ():
-                if token >= self.facts.vocab_size:
-                    highest = self.facts.vocab_size - 1
+                if token >= self.info.vocab_size:
+                    highest = self.info.vocab_size - 1
                     raise RequestError(f"{name} holds {token}, outside the vocabulary: expected 0 to {highest}")
 
     def _request(self, request_id: str, prompt: I32, params: SamplingParams, index: int, arrival: int) -> Request:
-        facts = self.facts
-        limit = facts.max_model_len
+        info = self.info
+        limit = info.max_model_len
         if params.max_tokens is not None:
             limit = min(limit, len(prompt) + params.max_tokens)
         salt: bytes | None = b""
-        if not facts.enable_prefix_caching:
+        if not info.enable_prefix_caching:
             # Without prefix caching the n rows of one prompt still share its blocks, but only with each other.
             salt = f"request {arrival}".encode() if params.n > 1 else None
         if index > 0 and params.prompt_logprobs is not None:
             # The first completion scores the prompt for all of them, and the others may share its blocks.
             params = replace(params, prompt_logprobs=None)
-        stop = (() if params.ignore_eos else facts.stop_token_ids) + params.stop_token_ids
+        stop = (() if params.ignore_eos else info.stop_token_ids) + params.stop_token_ids
         if params.stop and self.tokenizer is not None:
-            stop += tuple(token for token in self.tokenizer.special_stops(params) if token < facts.vocab_size)
+            stop += tuple(token for token in self.tokenizer.special_stops(params) if token < info.vocab_size)
         return Request(
             # The arrival keeps apart a discarded request, whose end is still to come, and a new one of the same name.
             request_id=f"{request_id}/{arrival}/{index}",
@@ -153,7 +153,7 @@ class InputProcessor:
             params=params,
             stop_token_ids=tuple(dict.fromkeys(stop)),
             limit=limit,
-            seed=params.seed if params.seed is not None else mix_seed(facts.seed, arrival),
+            seed=params.seed if params.seed is not None else mix_seed(info.seed, arrival),
             sample_index=index,
             cache_salt=salt,
         )

@@ -132,7 +132,7 @@ def start(channel: Channel, message: Start) -> EngineCore | None:
         checkpoint = read_checkpoint(message.path)
         args = EngineArgs.from_kwargs(**message.args)
         started = start_engine(checkpoint, message.entry, args)
-        payload = messages.Ready(started.facts, defaults_of(checkpoint.generation))
+        payload = messages.Ready(started.info, defaults_of(checkpoint.generation))
     except BaseException as error:
         if not isinstance(error, RapidInferError):
             logger.exception("the engine did not start")

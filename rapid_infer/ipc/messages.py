@@ -14,7 +14,7 @@ from rapid_infer.cache.prefix import HashExtra
 from rapid_infer.config import EngineArgs
 from rapid_infer.engine.request import Request
 from rapid_infer.engine.results import Finished, StepOutputs, TokenLogprobs
-from rapid_infer.frontend import EngineFacts
+from rapid_infer.frontend import EngineInfo
 from rapid_infer.outputs import FinishReason
 from rapid_infer.params import SamplingParams
 from rapid_infer.registry import Entry
@@ -65,7 +65,7 @@ class Stop(msgspec.Struct, tag="stop"):
 class Ready(msgspec.Struct, tag="ready"):
     """The model is loaded. `defaults` are what it recommends for SamplingParams."""
 
-    facts: EngineFacts
+    info: EngineInfo
     defaults: dict[str, Any]
 
 

@@ -70,7 +70,7 @@ class Attention(CachedModule):
             "paged_attention",
             head_dim=head_dim,
             block_size=ctx.block_size,
-            **self.params.facts(),
+            **self.params.options(),
         )
         self.k_cache = self.v_cache = torch.empty(0)
 

@@ -49,9 +49,9 @@ class BuildContext:
         layers = {i: build(ctx.sub(str(i)), i) for i in self.parallel.stage_layers(n)}
         return LayerStack(layers, n)
 
-    def op(self, name: str, **facts: Any) -> BoundOp:
-        """The provider of op `name` for this layer; `facts` are the op's own static facts."""
-        return self.ops.bind(name, self.dtype, **facts)
+    def op(self, name: str, **info: Any) -> BoundOp:
+        """The provider of op `name` for this layer; `info` is what the op asks a layer to say of itself."""
+        return self.ops.bind(name, self.dtype, **info)
 
     def quant_method(self) -> QuantMethod:
         return self.quant.method(self.name)

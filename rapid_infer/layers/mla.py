@@ -113,8 +113,8 @@ class LatentAttention(CachedModule):
         self.cache_spec = LatentKV(rank, rope, str(ctx.dtype).removeprefix("torch."))
         self.cache = torch.empty(0)
         self._write = ctx.op("latent_kv_write", rank=rank, rope_dim=rope)
-        facts = {"rank": rank, "rope_dim": rope, "block_size": ctx.block_size}
-        self._decode, self._context = ctx.op("latent_decode", **facts), ctx.op("latent_context", **facts)
+        info = {"rank": rank, "rope_dim": rope, "block_size": ctx.block_size}
+        self._decode, self._context = ctx.op("latent_decode", **info), ctx.op("latent_context", **info)
         self._prefill = ctx.op("latent_prefill", nope_dim=nope, rope_dim=rope, v_dim=config.v_head_dim)
 
     def bind_cache(self, group: int, cache: Tensor) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class CausalLM(Protocol):
     """An `nn.Module` that turns a step's tokens into hidden states. `worker/contract.py` checks that it is one.
 
-    Two facts are read from the config that `read_config` returns: `vocab_size`, and `max_position_embeddings`, the
+    Two fields are read from the config that `read_config` returns: `vocab_size`, and `max_position_embeddings`, the
     longest sequence: what config.json says, lengthened by RoPE scaling (`RopeConfig.context_length`).
     """
 

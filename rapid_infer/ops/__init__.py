@@ -15,7 +15,7 @@ from rapid_infer.ops.linear import linear
 from rapid_infer.ops.linear_silu_and_mul import linear_silu_and_mul
 from rapid_infer.ops.lm_head import lm_head, lm_head_argmax
 from rapid_infer.ops.paged_attention import paged_attention
-from rapid_infer.ops.registry import OPS, BoundOp, Op, OpFacts, OpResolver, load_providers, op, register, register_lazy
+from rapid_infer.ops.registry import OPS, BoundOp, Op, OpInfo, OpResolver, load_providers, op, register, register_lazy
 from rapid_infer.ops.rms_norm import fused_add_rms_norm, rms_norm
 from rapid_infer.ops.rope_kv_write import qk_norm_rope_kv_write
 from rapid_infer.ops.route_experts import route_experts
@@ -30,7 +30,7 @@ __all__ = [
     "AttentionParams",
     "BoundOp",
     "Op",
-    "OpFacts",
+    "OpInfo",
     "OpResolver",
     "commit_tokens",
     "decode_inputs",

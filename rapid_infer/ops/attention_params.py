@@ -6,13 +6,13 @@ from dataclasses import dataclass, fields
 
 from torch import Tensor
 
-from rapid_infer.ops.registry import OpFacts
+from rapid_infer.ops.registry import OpInfo
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AttentionParams:
-    """`scale` of the scores, and options, each off by default. An option that is on is a fact of the layer; a provider
-    names those that it has (`lacks`), so that one added here is refused by all that do not know it.
+    """`scale` of the scores, and options, each off by default. An option that is on is in the layer's `OpInfo`; a
+    provider names those that it has (`lacks`), so that one added here is refused by all that do not know it.
 
     window      a query sees the last `window` keys alone, its own included
     soft_cap    scores become `cap * tanh(score / cap)`
@@ -26,19 +26,19 @@ class AttentionParams:
     sinks: Tensor | None = None
     return_lse: bool = False
 
-    def facts(self) -> dict[str, bool]:
+    def options(self) -> dict[str, bool]:
         """Which options are on."""
         values = ((name, getattr(self, name)) for name in OPTIONS)
         return {name: value is not None and value is not False for name, value in values}
 
     def __repr__(self) -> str:
         """Layers with equal ones launch the same kernels."""
-        return f"AttentionParams(scale={self.scale}, window={self.window}, soft_cap={self.soft_cap}, {self.facts()})"
+        return f"AttentionParams(scale={self.scale}, window={self.window}, soft_cap={self.soft_cap}, {self.options()})"
 
 
 OPTIONS = tuple(field.name for field in fields(AttentionParams) if field.name != "scale")
 
 
-def lacks(facts: OpFacts, *has: str) -> list[str]:
+def lacks(info: OpInfo, *has: str) -> list[str]:
     """Reasons of a provider that has these options and no others."""
-    return [f"has no {name}" for name in OPTIONS if facts.extra.get(name) and name not in has]
+    return [f"has no {name}" for name in OPTIONS if info.extra.get(name) and name not in has]

@@ -10,7 +10,7 @@ from rapid_infer.ops.registry import op
 from rapid_infer.ops.silu_and_mul import silu_and_mul
 
 
-@op(facts=("experts", "hidden_size", "intermediate_size"), capturable=False)
+@op(info=("experts", "hidden_size", "intermediate_size"), capturable=False)
 def fused_experts(
     x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, slots: Tensor, shared: Tensor | None
 ) -> Tensor:

@@ -26,7 +26,7 @@ def _keys(cache: Tensor, metadata: AttentionMetadata, row: int, n: int) -> Tenso
     return cache[blocks].flatten(0, 1)[:n].float()
 
 
-@op(facts=("rank", "rope_dim", "block_size"), mutates=("out",), capturable=False)
+@op(info=("rank", "rope_dim", "block_size"), mutates=("out",), capturable=False)
 def latent_decode(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, rank: int, out: Tensor) -> None:
     """Softmax attention, in fp32, of tokens that are alone in their row to all keys of their rows.
 
@@ -44,7 +44,7 @@ def latent_decode(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: 
             out[start:stop] = _attend(q[start:stop], _keys(cache, metadata, row, n), scale, rank)[0].to(out.dtype)
 
 
-@op(facts=("rank", "rope_dim", "block_size"), mutates=("out", "lse"), capturable=False)
+@op(info=("rank", "rope_dim", "block_size"), mutates=("out", "lse"), capturable=False)
 def latent_context(
     q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, rank: int, out: Tensor, lse: Tensor
 ) -> None:

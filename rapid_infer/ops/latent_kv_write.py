@@ -11,7 +11,7 @@ from rapid_infer.ops.rms_norm import _normalize
 from rapid_infer.ops.rope_kv_write import rotate
 
 
-@op(facts=("rank", "rope_dim"), mutates=("cache", "query"))
+@op(info=("rank", "rope_dim"), mutates=("cache", "query"))
 def latent_kv_write(
     q: Tensor,
     kv: Tensor,

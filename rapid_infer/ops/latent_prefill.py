@@ -15,7 +15,7 @@ from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.registry import op
 
 
-@op(facts=("nope_dim", "rope_dim", "v_dim"), mutates=("out",), capturable=False)
+@op(info=("nope_dim", "rope_dim", "v_dim"), mutates=("out",), capturable=False)
 def latent_prefill(
     q_nope: Tensor,
     q_rope: Tensor,

@@ -13,7 +13,7 @@ from rapid_infer.ops.attention_params import OPTIONS, AttentionParams
 from rapid_infer.ops.registry import op
 
 
-@op(facts=("head_dim", "block_size", *OPTIONS), capturable=False)
+@op(info=("head_dim", "block_size", *OPTIONS), capturable=False)
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,

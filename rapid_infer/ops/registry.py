@@ -1,7 +1,7 @@
 """One registry of operators: a reference that defines each op, and providers with conditions and a priority.
 
-`supports` gives the reasons why a provider *cannot* run; the integer priority says which one *should*. Static facts
-decide once, when a layer is built; there is no fall-back at run time: a provider that fails, fails loudly.
+`supports` gives the reasons why a provider *cannot* run; the integer priority says which one *should*. What is
+known when a layer is built decides, once; there is no fall-back at run time: a provider that fails, fails loudly.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rapid_infer.device import gpu_facts
+from rapid_infer.device import gpu_info
 from rapid_infer.errors import ConfigError, PluginError
 from rapid_infer.known_plugins import KNOWN_PROVIDERS
 from rapid_infer.registry import EntryPointTable, load_target
@@ -33,8 +33,8 @@ NOT_CAPTURABLE = "waits for the device, which a CUDA graph cannot record: set en
 
 
 @dataclass(frozen=True)
-class OpFacts:
-    """What is known when a layer is built. `extra` holds the op's own facts (head_dim, window, ...).
+class OpInfo:
+    """What is known when a layer is built. `extra` holds what the op itself asks for (head_dim, window, ...).
 
     cuda_graphs: steps are recorded as CUDA graphs.
     """
@@ -46,16 +46,16 @@ class OpFacts:
     cuda_graphs: bool = False
 
     @classmethod
-    def of(cls, device: torch.device | str, dtype: torch.dtype, *, cuda_graphs: bool = False, **extra: Any) -> OpFacts:
+    def of(cls, device: torch.device | str, dtype: torch.dtype, *, cuda_graphs: bool = False, **extra: Any) -> OpInfo:
         device = torch.device(device)
-        gpu = gpu_facts(device)
+        gpu = gpu_info(device)
         kind, capability = (device.type, None) if gpu is None else ("cuda", gpu.capability)
         return cls(kind, dtype, capability, extra, cuda_graphs)
 
 
-class _DeclaredFacts(dict[str, Any]):
-    """An op's own facts. PluginError for one that the op does not declare, given by a layer or read by a provider:
-    a misspelt one would count as not asked for.
+class _DeclaredInfo(dict[str, Any]):
+    """`OpInfo.extra`. PluginError for a name that the op does not declare, given by a layer or read by a provider: a
+    misspelt one would count as not asked for.
     """
 
     def __init__(self, op: Op, given: Mapping[str, Any]) -> None:
@@ -73,14 +73,14 @@ class _DeclaredFacts(dict[str, Any]):
         raise KeyError(name)
 
     def _check(self, name: str) -> None:
-        if name not in self._op.facts:
-            near = get_close_matches(name, self._op.facts, n=1)
+        if name not in self._op.info:
+            near = get_close_matches(name, self._op.info, n=1)
             hint = f", did you mean {near[0]!r}?" if near else ""
-            known = ", ".join(self._op.facts) or "none"
-            raise PluginError(f"op {self._op.name} has no fact {name!r}{hint} (it has: {known})")
+            known = ", ".join(self._op.info) or "none"
+            raise PluginError(f"op {self._op.name} has no info {name!r}{hint} (it has: {known})")
 
 
-Supports = Callable[[OpFacts], Sequence[str]]
+Supports = Callable[[OpInfo], Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,10 @@ class Provider:
     prepare: Callable[[torch.Tensor], torch.Tensor] | None = None
     capturable: bool = True
 
-    def reasons(self, facts: OpFacts) -> list[str]:
-        """Why it cannot run; empty when it can. PluginError for a fact that the op does not declare."""
-        reasons = list(self.supports(replace(facts, extra=_DeclaredFacts(OPS[self.op], facts.extra))))
-        return [*reasons, NOT_CAPTURABLE] if facts.cuda_graphs and not self.capturable else reasons
+    def reasons(self, info: OpInfo) -> list[str]:
+        """Why it cannot run; empty when it can. PluginError for a name that the op does not declare."""
+        reasons = list(self.supports(replace(info, extra=_DeclaredInfo(OPS[self.op], info.extra))))
+        return [*reasons, NOT_CAPTURABLE] if info.cuda_graphs and not self.capturable else reasons
 
     @cached_property
     def fn(self) -> Callable[..., Any]:
@@ -140,7 +140,7 @@ class BoundOp:
 class Op:
     """An operator: `reference` gives signature, meaning and the oracle of the generic test.
 
-    `facts` names what a layer may say of itself when it binds the op, beside device and dtype; `mutates` names
+    `info` names what a layer may say of itself when it binds the op, beside device and dtype; `mutates` names
     arguments that are written in place, `prepared` a weight that a provider may keep in a layout of its own;
     `capturable` is the reference's, see `Provider`. `cases`, "module:function", is imported by tests alone: a function
     that yields `rapid_infer.testing.op_cases.Case` for a dtype and a device; this package's ops have theirs there.
@@ -149,7 +149,7 @@ class Op:
     def __init__(
         self,
         reference: Callable[..., Any],
-        facts: tuple[str, ...] = (),
+        info: tuple[str, ...] = (),
         mutates: tuple[str, ...] = (),
         prepared: str | None = None,
         capturable: bool = True,
@@ -157,29 +157,29 @@ class Op:
     ) -> None:
         self.name = reference.__name__
         self.reference = reference
-        self.facts = facts
+        self.info = info
         self.mutates = mutates
         self.prepared = prepared
         self.cases = cases
         self.providers: dict[str, Provider] = {
-            REFERENCE: Provider(self.name, REFERENCE, 0, lambda facts: (), reference, capturable=capturable)
+            REFERENCE: Provider(self.name, REFERENCE, 0, lambda info: (), reference, capturable=capturable)
         }
         self.__doc__ = reference.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.reference(*args, **kwargs)
 
-    def reasons(self, facts: OpFacts) -> dict[str, Sequence[str]]:
+    def reasons(self, info: OpInfo) -> dict[str, Sequence[str]]:
         """Per provider, highest priority first, why it cannot run; empty when it can."""
         ordered = sorted(self.providers.values(), key=lambda p: (-p.priority, p.name))
-        return {provider.name: provider.reasons(facts) for provider in ordered}
+        return {provider.name: provider.reasons(info) for provider in ordered}
 
-    def bind(self, facts: OpFacts, wanted: Sequence[str] = ()) -> BoundOp:
+    def bind(self, info: OpInfo, wanted: Sequence[str] = ()) -> BoundOp:
         """The first provider of `wanted`, else the one of highest priority, that can run.
 
         ConfigError when `wanted` names a provider that does not exist, or when none can run (with each one's reasons).
         """
-        reasons = self.reasons(facts)
+        reasons = self.reasons(info)
         for name in wanted:
             if name not in reasons:
                 package = KNOWN_PROVIDERS.get(name)
@@ -191,8 +191,8 @@ class Op:
         listed = "; ".join(f"{name}: {', '.join(reasons[name])}" for name in wanted or reasons)
         fine = ", ".join(name for name in reasons if not reasons[name])
         raise ConfigError(
-            f"no provider of op {self.name}{' in op_priority' if wanted else ''} can run on {facts.device} in "
-            f"{facts.dtype}: {listed}{f'; one of these can: {fine}' if fine else ''}"
+            f"no provider of op {self.name}{' in op_priority' if wanted else ''} can run on {info.device} in "
+            f"{info.dtype}: {listed}{f'; one of these can: {fine}' if fine else ''}"
         )
 
 
@@ -201,7 +201,7 @@ OPS: dict[str, Op] = {}
 
 def op(
     *,
-    facts: tuple[str, ...] = (),
+    info: tuple[str, ...] = (),
     mutates: tuple[str, ...] = (),
     prepared: str | None = None,
     capturable: bool = True,
@@ -210,7 +210,7 @@ def op(
     """Make the decorated torch function an op; see `Op`. Its signature is the contract of every provider."""
 
     def define(reference: Callable[..., Any]) -> Op:
-        defined = Op(reference, facts, mutates, prepared, capturable, cases)
+        defined = Op(reference, info, mutates, prepared, capturable, cases)
         OPS[defined.name] = defined
         return defined
 
@@ -308,8 +308,8 @@ class OpResolver:
                 raise ConfigError(f"op_priority names an unknown op {name!r}: {hint}Known: {', '.join(OPS)}")
 
     def bind(self, name: str, dtype: torch.dtype, **extra: Any) -> BoundOp:
-        facts = OpFacts.of(self.device, dtype, cuda_graphs=self.cuda_graphs, **extra)
-        bound = OPS[name].bind(facts, self.priority.get(name, ()))
+        info = OpInfo.of(self.device, dtype, cuda_graphs=self.cuda_graphs, **extra)
+        bound = OPS[name].bind(info, self.priority.get(name, ()))
         self.bound.append(bound)
         return bound
 

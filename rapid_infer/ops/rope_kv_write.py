@@ -28,7 +28,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
-@op(facts=("head_dim", "rotary_dim"), mutates=("k_cache", "v_cache"))
+@op(info=("head_dim", "rotary_dim"), mutates=("k_cache", "v_cache"))
 def qk_norm_rope_kv_write(
     qkv: Tensor,
     positions: Tensor,

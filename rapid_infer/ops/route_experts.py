@@ -12,7 +12,7 @@ from rapid_infer.ops.registry import op
 SCORING = ("softmax", "sigmoid")
 
 
-@op(facts=("scoring", "groups"))
+@op(info=("scoring", "groups"))
 def route_experts(
     logits: Tensor,
     bias: Tensor | None,

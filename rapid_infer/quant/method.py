@@ -17,7 +17,7 @@ from rapid_infer.registry import EntryPointTable
 class OpContext(Protocol):
     """The part of a BuildContext that a method needs."""
 
-    def op(self, name: str, **facts: Any) -> BoundOp: ...
+    def op(self, name: str, **info: Any) -> BoundOp: ...
 
 
 class WeightFormat(Protocol):

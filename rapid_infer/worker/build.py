@@ -15,7 +15,7 @@ from rapid_infer.cache.budget import GIB, CacheDemand, CachePlan, fit_model_len,
 from rapid_infer.cache.pools import divide_layers, shared_pools
 from rapid_infer.cache.spec import CacheGroup, CacheSpec
 from rapid_infer.config import EngineConfig
-from rapid_infer.device import available_host_memory, gpu_facts
+from rapid_infer.device import available_host_memory, gpu_info
 from rapid_infer.errors import ConfigError, PluginError
 from rapid_infer.layers.attention import CachedModule
 from rapid_infer.layers.context import BuildContext
@@ -54,7 +54,7 @@ def build_model(
     device = torch.device(device)
     if model_config is None:
         model_config = cls.read_config(checkpoint.hf_config)
-    on_cpu = device.type == "meta" and gpu_facts(device) is None
+    on_cpu = device.type == "meta" and gpu_info(device) is None
     ops = OpResolver(
         "cpu" if on_cpu else device, dict(config.op_priority), cuda_graphs=config.cuda_graphs and not on_cpu
     )

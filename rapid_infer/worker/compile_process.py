@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rapid_infer.config import EngineConfig
-from rapid_infer.device import GpuFacts, assume_gpu
+from rapid_infer.device import GpuInfo, assume_gpu
 from rapid_infer.hub.cache import file_lock
 from rapid_infer.models.checkpoint import Checkpoint, read_checkpoint
 from rapid_infer.registry import load_target
@@ -57,7 +57,7 @@ class Target(msgspec.Struct):
     """
 
     config: EngineConfig
-    gpu: GpuFacts
+    gpu: GpuInfo
     config_type: str | None = None
     model_config: msgspec.Raw = msgspec.Raw()
 

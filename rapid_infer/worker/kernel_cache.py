@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rapid_infer.config import EngineArgs
-from rapid_infer.device import GpuFacts
+from rapid_infer.device import GpuInfo
 from rapid_infer.errors import ConfigError
 from rapid_infer.hub.cache import CACHE_VARIABLE, cache_dir
 from rapid_infer.registry import Entry, EntryPointTable
@@ -95,13 +95,13 @@ class KernelList:
     def lock(self) -> Path:
         return self.cache / "models" / f"{self.key}.lock"
 
-    def complete(self, gpu: GpuFacts | None = None) -> bool:
+    def complete(self, gpu: GpuInfo | None = None) -> bool:
         """Whether all kernels are there for this GPU, or, without one, for some GPU."""
         found = self._read()
         wanted = found.values() if gpu is None else filter(None, [found.get(_name(gpu))])
         return any(all((self.cache / kernel).is_dir() for kernel in kernels) for kernels in wanted)
 
-    def write(self, gpu: GpuFacts, kernels: Sequence[str]) -> None:
+    def write(self, gpu: GpuInfo, kernels: Sequence[str]) -> None:
         """Say that these are all kernels for this GPU."""
         content = json.dumps({**self._read(), _name(gpu): list(kernels)}, indent=1)
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,7 +116,7 @@ class KernelList:
             return {}
 
 
-def _name(gpu: GpuFacts) -> str:
+def _name(gpu: GpuInfo) -> str:
     return f"{gpu.name}, SM {gpu.capability[0]}{gpu.capability[1]}, {gpu.multiprocessors} multiprocessors"
 
 

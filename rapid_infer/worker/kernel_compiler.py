@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from rapid_infer.config import EngineArgs, EngineConfig
-from rapid_infer.device import GpuFacts
+from rapid_infer.device import GpuInfo
 from rapid_infer.processes.launch import start_module
 from rapid_infer.registry import Entry
 from rapid_infer.worker.compile_process import Progress, Start, Target
@@ -64,7 +64,7 @@ class KernelCompiler:
         """Whether there is a process."""
         return self._process is not None
 
-    def aim(self, config: EngineConfig, model_config: Any, gpu: GpuFacts | None) -> None:
+    def aim(self, config: EngineConfig, model_config: Any, gpu: GpuInfo | None) -> None:
         """Say what to compile for; `gpu` None: the engine runs elsewhere."""
         if gpu is None or self.kernels is None or self.kernels.complete(gpu):
             self.stop()
@@ -124,7 +124,7 @@ class KernelCompiler:
         _send(self._process, start)
 
 
-def _target(config: EngineConfig, model_config: Any, gpu: GpuFacts) -> Target:
+def _target(config: EngineConfig, model_config: Any, gpu: GpuInfo) -> Target:
     kind = type(model_config)
     try:
         packed = msgspec.json.encode(model_config)

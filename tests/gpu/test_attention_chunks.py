@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from attention_chunks import DTYPES, borders, check_latent, check_paged, paged_case
 
-from rapid_infer.ops import OPS, OpFacts, load_providers
+from rapid_infer.ops import OPS, OpInfo, load_providers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,8 +41,8 @@ def test_contexts_of_every_length(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_latent_chunks_and_contexts(dtype: torch.dtype) -> None:
     for name in ("latent_context", "latent_prefill"):
-        facts = {"rank": 512, "rope_dim": 64, "block_size": PAGE, "nope_dim": 128, "v_dim": 128}
-        if reasons := OPS[name].providers["triton"].supports(OpFacts.of("cuda", dtype, **facts)):
+        info = {"rank": 512, "rope_dim": 64, "block_size": PAGE, "nope_dim": 128, "v_dim": 128}
+        if reasons := OPS[name].providers["triton"].supports(OpInfo.of("cuda", dtype, **info)):
             pytest.skip("; ".join(reasons))
     check_latent(
         borders(AROUND, (1, 2, 33, PAGE - 1, PAGE, PAGE + 1)), 16, **LATENT, size=PAGE, dtype=dtype, device="cuda"

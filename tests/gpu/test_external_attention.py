@@ -12,7 +12,7 @@ from rapid_infer_ops_attention.providers import NAMES
 from torch import Tensor
 
 from rapid_infer import LLM, SamplingParams
-from rapid_infer.ops import OPS, OpFacts, load_providers
+from rapid_infer.ops import OPS, OpInfo, load_providers
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.attention_params import AttentionParams
 from rapid_infer.testing.op_cases import Case, cases_of
@@ -48,7 +48,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 
 def usable(name: str, dtype: torch.dtype, extra: dict[str, Any], cuda_graphs: bool = False) -> Any:
     """The provider's function; skips with its reasons where it cannot run."""
-    if reasons := OP.providers[name].reasons(OpFacts.of("cuda", dtype, cuda_graphs=cuda_graphs, **extra)):
+    if reasons := OP.providers[name].reasons(OpInfo.of("cuda", dtype, cuda_graphs=cuda_graphs, **extra)):
         pytest.skip("; ".join(reasons))
     return OP.providers[name].fn
 
@@ -67,7 +67,7 @@ def case(name: str, dtype: torch.dtype, batch: str, dim: int = 128, **variant: A
     q = torch.randn(sum(query_lens), heads, dim, device="cuda", dtype=dtype)
     k, v = (torch.randn(blocks, size, kv_heads, dim, device="cuda", dtype=dtype) for _ in range(2))
     kwargs = {"q": q, "k_cache": k, "v_cache": v, "metadata": metadata, "params": params}
-    return Case(kwargs, {"head_dim": dim, "block_size": size, **params.facts()})
+    return Case(kwargs, {"head_dim": dim, "block_size": size, **params.options()})
 
 
 def reference(kwargs: dict[str, Any]) -> Any:
@@ -100,7 +100,7 @@ def test_generic_inputs(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     ran, reasons = 0, set()
     for one in cases_of(OP, dtype, "cuda"):
-        why_not = OP.providers[name].supports(OpFacts.of("cuda", dtype, **one.extra))
+        why_not = OP.providers[name].supports(OpInfo.of("cuda", dtype, **one.extra))
         reasons.update(why_not)
         if not why_not:
             close(OP.providers[name].fn(**one.kwargs), reference(one.kwargs), dtype)
@@ -157,9 +157,9 @@ def test_a_recorded_step_follows_its_tensors(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_user_chooses_it(name: str) -> None:
     extra = {"head_dim": 128, "block_size": block_size(name)}
-    facts = OpFacts.of("cuda", torch.bfloat16, **extra)
+    info = OpInfo.of("cuda", torch.bfloat16, **extra)
     usable(name, torch.bfloat16, extra)
-    assert OP.bind(facts, [name]).provider == name
+    assert OP.bind(info, [name]).provider == name
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -19,8 +19,8 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from rapid_infer import LLM
-from rapid_infer.config import CheckpointFacts, DeviceFacts, EngineArgs, EngineConfig
-from rapid_infer.device import GpuFacts, assume_gpu
+from rapid_infer.config import CheckpointInfo, DeviceInfo, EngineArgs, EngineConfig
+from rapid_infer.device import GpuInfo, assume_gpu
 from rapid_infer.engine.step_plan import StepPlan
 from rapid_infer.loader.load import finalize
 from rapid_infer.models.checkpoint import Checkpoint, read_checkpoint
@@ -42,8 +42,8 @@ def described(path: str, **options: Any) -> tuple[Any, Any, Checkpoint, EngineCo
     cls: Any = ModelRegistry.load(ModelRegistry.lookup(checkpoint.architecture))
     model_config = cls.read_config(checkpoint.hf_config)
     args = EngineArgs(**{**OPTIONS, **options})
-    facts = CheckpointFacts(model_config.max_position_embeddings, "bfloat16")
-    return cls, model_config, checkpoint, args.resolve(facts, DeviceFacts("cuda", True, 1 << 37))
+    info = CheckpointInfo(model_config.max_position_embeddings, "bfloat16")
+    return cls, model_config, checkpoint, args.resolve(info, DeviceInfo("cuda", True, 1 << 37))
 
 
 def planned(path: str, take: Callable[[Any], object] | None = None, **options: Any) -> list[str]:
@@ -152,7 +152,7 @@ def steps(path: str) -> dict[str, dict[str, list[str]]]:
 
 
 def main(paths: list[str]) -> dict[str, Any]:
-    assume_gpu(GpuFacts("NVIDIA H200", (9, 0), 132))
+    assume_gpu(GpuInfo("NVIDIA H200", (9, 0), 132))
     distinct = kernel_plan.distinct_layers
     results: dict[str, Any] = {}
     for path in paths:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rapid_infer import LLM, ModelRegistry
-from rapid_infer.config import CheckpointFacts, DeviceFacts, EngineArgs
+from rapid_infer.config import CheckpointInfo, DeviceInfo, EngineArgs
 from rapid_infer.errors import ConfigError, WeightError
 from rapid_infer.models import read_checkpoint
 from rapid_infer.testing import Oracle, assert_exact, forced_logits
@@ -287,7 +287,7 @@ def test_published_sizes(name, billions, bytes_per_token, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(json.loads(shapes.read_text())["models"][name]))
     checkpoint = read_checkpoint(tmp_path)
     args = EngineArgs(dtype="bfloat16", max_model_len=4096)
-    config = args.resolve(CheckpointFacts(40960, "bfloat16"), DeviceFacts("cpu", True, 1 << 40))
+    config = args.resolve(CheckpointInfo(40960, "bfloat16"), DeviceInfo("cpu", True, 1 << 40))
     model = build_model(ModelRegistry.resolve(checkpoint.architecture), checkpoint, config, "meta").model
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(billions * 1e9, rel=1e-4)
     assert sum(group.bytes_per_token() for group in cache_groups(model)) == bytes_per_token

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from rapid_infer.config import CheckpointFacts, DeviceFacts, EngineArgs
-from rapid_infer.device import GpuFacts
+from rapid_infer.config import CheckpointInfo, DeviceInfo, EngineArgs
+from rapid_infer.device import GpuInfo
 from rapid_infer.models.checkpoint import read_checkpoint
 from rapid_infer.registry import ModelRegistry
 from rapid_infer.worker import kernel_compiler
@@ -22,7 +22,7 @@ from rapid_infer.worker.kernel_cache import VARIABLE
 from rapid_infer.worker.kernel_compiler import KernelCompiler, Show
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-H200 = GpuFacts("NVIDIA H200", (9, 0), 132)
+H200 = GpuInfo("NVIDIA H200", (9, 0), 132)
 
 
 def test_one_layer_of_each_kind_launches_all_kernels(qwen3, latent) -> None:
@@ -66,7 +66,7 @@ def test_compiled_once_for_all_starts(qwen3, as_if_a_gpu_were_here, tmp_path: Pa
         max_num_seqs=1, max_num_batched_tokens=2, max_model_len=64, dtype="bfloat16", enforce_eager=True,
         op_priority=pinned,
     )  # fmt: skip
-    config = args.resolve(CheckpointFacts(64, "bfloat16"), DeviceFacts("cuda", True, 1 << 37))
+    config = args.resolve(CheckpointInfo(64, "bfloat16"), DeviceInfo("cuda", True, 1 << 37))
     seen: list[tuple[int, int]] = []
 
     @contextmanager
@@ -89,5 +89,5 @@ def test_compiled_once_for_all_starts(qwen3, as_if_a_gpu_were_here, tmp_path: Pa
         compiler.aim(config, cls.read_config(checkpoint.hf_config), H200)
         assert not compiler.running
         # Another GPU needs others.
-        compiler.aim(config, cls.read_config(checkpoint.hf_config), GpuFacts("NVIDIA A100", (8, 0), 108))
+        compiler.aim(config, cls.read_config(checkpoint.hf_config), GpuInfo("NVIDIA A100", (8, 0), 108))
         assert compiler.running

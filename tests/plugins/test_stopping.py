@@ -54,7 +54,7 @@ def test_the_model_s_stop_tokens_are_those_of_both_files(config, generation, dep
     stop = set()
     for value in (ids(config), ids(generation)):
         stop |= set(value) if isinstance(value, list) else {value} - {None}
-    assert set(llm.engine.inputs.facts.stop_token_ids) == stop
+    assert set(llm.engine.inputs.info.stop_token_ids) == stop
     output = complete(llm, run)
     assert output.token_ids == until(run, *stop)
     assert output.finish_reason == "stop"

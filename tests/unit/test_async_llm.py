@@ -280,7 +280,7 @@ def test_chat_goes_through_the_template(llm: AsyncLLM, offline: LLM) -> None:
 def test_defaults_are_the_models(llm: AsyncLLM, offline: LLM) -> None:
     assert llm.default_sampling_params(max_tokens=3) == offline.default_sampling_params(max_tokens=3)
     assert llm.default_sampling_params() == SamplingParams(0.5, top_k=7)
-    assert llm.facts == offline.engine.inputs.facts
+    assert llm.info == offline.engine.inputs.info
     (output,) = run(collect(llm, PROMPT, output_kind=FINAL))
     assert len(output.outputs[0].token_ids) == 16
 
@@ -339,7 +339,7 @@ def test_an_id_in_use_is_refused(llm: AsyncLLM) -> None:
 
 
 def test_what_only_the_engine_refuses_harms_nobody_else(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm.inputs, "facts", replace(llm.facts, vocab_size=1000))
+    monkeypatch.setattr(llm.inputs, "info", replace(llm.info, vocab_size=1000))
 
     async def ask() -> None:
         good = asyncio.create_task(tokens(llm, params=LONG))

@@ -13,7 +13,7 @@ import torch
 from rapid_infer import LLM, device
 from rapid_infer.cache.budget import GIB
 from rapid_infer.cache.spec import CacheGroup, FullKV
-from rapid_infer.config import CheckpointFacts, DeviceFacts, EngineArgs, EngineConfig
+from rapid_infer.config import CheckpointInfo, DeviceInfo, EngineArgs, EngineConfig
 from rapid_infer.errors import ConfigError
 from rapid_infer.layers.embedding import LMHead
 from rapid_infer.models.checkpoint import Checkpoint, read_checkpoint
@@ -41,7 +41,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 def resolved(kind: str = "cpu", **options: Any) -> EngineConfig:
     args = EngineArgs(**{"dtype": "float32", "block_size": 16, **options})
-    return args.resolve(CheckpointFacts(512, "float32"), DeviceFacts(kind, True, 0))
+    return args.resolve(CheckpointInfo(512, "float32"), DeviceInfo(kind, True, 0))
 
 
 # --- what the host can give -------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def test_a_gpu_that_is_full_says_so(checkpoint: Checkpoint, monkeypatch: pytest.
 
 def test_providers_that_only_a_gpu_has_may_be_pinned(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Room, "of", lambda config: Room(GIB, "a lot is free"))
-    gpu_only = Provider("paged_attention", "gpu_only", 1, lambda facts: ["is elsewhere"], lambda: None)
+    gpu_only = Provider("paged_attention", "gpu_only", 1, lambda info: ["is elsewhere"], lambda: None)
     monkeypatch.setitem(OPS["paged_attention"].providers, "gpu_only", gpu_only)
     config = resolved("cuda", op_priority={"paged_attention": ["gpu_only"]})
     check_memory(ModelRegistry.resolve(checkpoint.architecture), checkpoint, config)

@@ -15,7 +15,7 @@ from rapid_infer_ops_attention.flash_attn import plan
 
 from rapid_infer.layers.attention import Attention
 from rapid_infer.layers.context import BuildContext
-from rapid_infer.ops import OPS, OpFacts, OpResolver, load_providers
+from rapid_infer.ops import OPS, OpInfo, OpResolver, load_providers
 from rapid_infer.ops.attention_params import AttentionParams
 from rapid_infer.testing.op_cases.attention import make_metadata
 
@@ -26,8 +26,8 @@ FITTING = {"head_dim": 128, "block_size": 64, "window": False, "soft_cap": False
 
 
 def reasons(name: str, capability: tuple[int, int] = (9, 0), dtype: torch.dtype = torch.bfloat16, **extra: Any) -> str:
-    facts = OpFacts("cuda", dtype, capability, {**FITTING, **extra})
-    return "; ".join(OPS["paged_attention"].providers[name].supports(facts))
+    info = OpInfo("cuda", dtype, capability, {**FITTING, **extra})
+    return "; ".join(OPS["paged_attention"].providers[name].supports(info))
 
 
 @pytest.fixture
@@ -92,8 +92,8 @@ def test_what_each_version_can_run() -> None:
 
 @pytest.mark.usefixtures("all_installed")
 def test_facts_of_a_device_alone_know_no_layer() -> None:
-    facts = OpFacts("cuda", torch.bfloat16, (9, 0))
-    assert [OPS["paged_attention"].providers[name].supports(facts) for name in NAMES] == [[], [], []]
+    info = OpInfo("cuda", torch.bfloat16, (9, 0))
+    assert [OPS["paged_attention"].providers[name].supports(info) for name in NAMES] == [[], [], []]
 
 
 @pytest.mark.usefixtures("all_installed")
@@ -106,18 +106,18 @@ def test_pages_that_would_be_loaded_whole_are_refused() -> None:
 
 
 def test_a_layer_binds_with_the_block_size() -> None:
-    seen: list[OpFacts] = []
+    seen: list[OpInfo] = []
     ops = OpResolver("cpu")
     ctx = BuildContext(torch.float32, ops, 64, block_size=16)
     bind = ops.bind
 
     def note(name: str, dtype: torch.dtype, **extra: Any) -> Any:
-        seen.append(OpFacts.of("cpu", dtype, **extra))
+        seen.append(OpInfo.of("cpu", dtype, **extra))
         return bind(name, dtype, **extra)
 
     ops.bind = note  # type: ignore[method-assign]
     Attention(ctx, 2, 1, 16, rope=None)
-    assert [facts.extra["block_size"] for facts in seen if "window" in facts.extra] == [16]
+    assert [info.extra["block_size"] for info in seen if "window" in info.extra] == [16]
 
 
 def test_the_step_is_derived_once() -> None:

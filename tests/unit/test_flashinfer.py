@@ -17,7 +17,7 @@ import torch
 from rapid_infer_ops_attention import installed, providers
 from torch import Tensor
 
-from rapid_infer.ops import OPS, OpFacts, load_providers
+from rapid_infer.ops import OPS, OpInfo, load_providers
 from rapid_infer.ops.attention_params import AttentionParams
 from rapid_infer.testing.op_cases.attention import make_metadata
 
@@ -31,8 +31,8 @@ FITTING = {"head_dim": 128, "block_size": 64, "window": False, "soft_cap": False
 def reasons(
     capability: tuple[int, int] = (9, 0), dtype: torch.dtype = torch.bfloat16, graphs: bool = False, **extra: Any
 ) -> str:
-    facts = OpFacts("cuda", dtype, capability, {**FITTING, **extra}, graphs)
-    return "; ".join(OP.providers["flashinfer"].reasons(facts))
+    info = OpInfo("cuda", dtype, capability, {**FITTING, **extra}, graphs)
+    return "; ".join(OP.providers["flashinfer"].reasons(info))
 
 
 def test_where_it_can_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from rapid_infer.engine.executor import ModelInfo
 from rapid_infer.engine.request import Request
 from rapid_infer.engine.results import StepOutputs
 from rapid_infer.engine.step_plan import StepPlan, StepResult
-from rapid_infer.frontend import EngineFacts, InputProcessor, OutputProcessor
+from rapid_infer.frontend import EngineInfo, InputProcessor, OutputProcessor
 from rapid_infer.layers.batch import ForwardBatch
 from rapid_infer.ops import OpResolver
 from rapid_infer.ops.step_inputs import StepLayout
@@ -199,7 +199,7 @@ def test_where_a_captured_step_spends_its_time(monkeypatch: pytest.MonkeyPatch) 
 
 def test_taking_in_long_prompts_costs_the_host_little() -> None:
     core = idle_engine(2)
-    inputs = InputProcessor(EngineFacts("Stub", "float32", "cpu", VOCAB, MAX_LEN, (7,), 0, True), None)
+    inputs = InputProcessor(EngineInfo("Stub", "float32", "cpu", VOCAB, MAX_LEN, (7,), 0, True), None)
     prompts = [[(i + n) % 7 for n in range(2112)] for i in range(ROWS)]
     params = SamplingParams(temperature=0)
     times = []

@@ -22,7 +22,7 @@ from rapid_infer.config import EngineArgs
 from rapid_infer.engine.request import Request
 from rapid_infer.engine.results import Finished, StepOutputs, TokenLogprobs
 from rapid_infer.errors import ConfigError, EngineDeadError, RequestError, WeightError
-from rapid_infer.frontend import EngineFacts
+from rapid_infer.frontend import EngineInfo
 from rapid_infer.ipc import messages
 from rapid_infer.outputs import FinishReason
 from rapid_infer.params import SamplingParams
@@ -140,7 +140,7 @@ def test_the_asyncio_side_hands_on_what_came_before_the_connection_broke() -> No
 
 
 ENTRY = Entry("Arch", "pkg.mod:Class", "dist", "1.0", "entry point", "/somewhere", ("rapid-infer>=0.1",), None)
-FACTS = EngineFacts("Arch", "float32", "cpu", 199, 512, (1, 2), 7, True)
+INFO = EngineInfo("Arch", "float32", "cpu", 199, 512, (1, 2), 7, True)
 MINUS = float("-inf")
 
 
@@ -176,7 +176,7 @@ def test_messages_to_the_engine_arrive_as_sent(message: messages.ToEngine) -> No
 @pytest.mark.parametrize(
     "message",
     [
-        messages.Ready(FACTS, {"temperature": 0.6, "top_k": 20}),
+        messages.Ready(INFO, {"temperature": 0.6, "top_k": 20}),
         messages.StartFailed("WeightError", "missing"),
         messages.pack_step(sample_step()),
         messages.pack_step(StepOutputs()),

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from rapid_infer.config import EngineArgs
-from rapid_infer.device import GpuFacts
+from rapid_infer.device import GpuInfo
 from rapid_infer.errors import ConfigError
 from rapid_infer.registry import Entry
 from rapid_infer.worker import compile_process, kernel_compiler
@@ -26,7 +26,7 @@ from rapid_infer.worker.compile_process import Crew, Progress
 from rapid_infer.worker.kernel_cache import VARIABLE, KernelList, use_kernel_cache
 from rapid_infer.worker.kernel_compiler import KernelCompiler
 
-H200, A100 = GpuFacts("NVIDIA H200", (9, 0), 132), GpuFacts("NVIDIA A100", (8, 0), 108)
+H200, A100 = GpuInfo("NVIDIA H200", (9, 0), 132), GpuInfo("NVIDIA A100", (8, 0), 108)
 ENTRY = Entry("Some", "some.module:Some", "some", "1.0", "entry point")
 
 

@@ -169,7 +169,7 @@ def test_the_tokenizers_own_stop_token_counts_too(skip: bool, model: Path) -> No
     change(model / "tokenizer_config.json", eos_token="<0x41>")
     own = (66, 67) if skip else (66, 67, 65)
     with LLM(str(model), device="cpu", skip_tokenizer_init=skip) as llm:
-        assert llm.engine.inputs.facts.stop_token_ids == own
+        assert llm.engine.inputs.info.stop_token_ids == own
         only = SamplingParams(temperature=0, max_tokens=3, allowed_token_ids=[65])
         output = llm.generate([[70, 71]], only)[0].outputs[0]
         assert (output.token_ids, output.finish_reason) == (([65] * 3, "length") if skip else ([65], "stop"))
@@ -178,7 +178,7 @@ def test_the_tokenizers_own_stop_token_counts_too(skip: bool, model: Path) -> No
     if not skip:
         served = AsyncLLM(str(model), device="cpu")
         served.shutdown()
-        assert served.facts.stop_token_ids == served.inputs.facts.stop_token_ids == own
+        assert served.info.stop_token_ids == served.inputs.info.stop_token_ids == own
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rapid_infer import known_plugins
 from rapid_infer.errors import ConfigError, PluginError
-from rapid_infer.ops import OPS, Op, OpFacts, OpResolver, attention_params, load_providers, register
+from rapid_infer.ops import OPS, Op, OpInfo, OpResolver, attention_params, load_providers, register
 from rapid_infer.ops import registry as ops_registry
 from rapid_infer.ops.registry import REFERENCE, op
 from rapid_infer.testing.op_cases import TOLERANCE, cases_of, check
@@ -33,7 +33,7 @@ def test_provider_equals_reference(name: str, provider: str, dtype: torch.dtype,
     defined, ran, reasons = OPS[name], 0, set()
     torch.manual_seed(0)
     for case in cases_of(defined, dtype, device):
-        why_not = defined.providers[provider].supports(OpFacts.of(device, dtype, **case.extra))
+        why_not = defined.providers[provider].supports(OpInfo.of(device, dtype, **case.extra))
         reasons.update(why_not)
         if not why_not:
             check(defined, provider, case, dtype)
@@ -61,7 +61,7 @@ def test_what_no_row_has_written_does_not_matter(name: str, provider: str) -> No
     """In slots past each row's last key, where other rows of the step have some, and in blocks that nobody has."""
     torch.manual_seed(0)
     defined = OPS[name]
-    if why_not := defined.providers[provider].supports(OpFacts.of("cpu", torch.float32, head_dim=16, block_size=4)):
+    if why_not := defined.providers[provider].supports(OpInfo.of("cpu", torch.float32, head_dim=16, block_size=4)):
         pytest.skip("; ".join(why_not))
     seq_lens = [5, 7, 33, 40, 9, 22]
     case = next(case for case in cases_of(defined, torch.float32, "cpu") if len(case.kwargs["metadata"].rows) > 2)
@@ -85,7 +85,7 @@ def test_what_no_row_has_written_does_not_matter(name: str, provider: str) -> No
     torch.testing.assert_close(*results)
 
 
-def nothing(facts: OpFacts) -> Sequence[str]:
+def nothing(info: OpInfo) -> Sequence[str]:
     return ()
 
 
@@ -93,7 +93,7 @@ def nothing(facts: OpFacts) -> Sequence[str]:
 def double() -> Iterator[Op]:
     """A made-up op with a slow and a picky provider."""
 
-    @op(facts=("head_dim", "window"), cases="fake_op_cases:made_up_double")
+    @op(info=("head_dim", "window"), cases="fake_op_cases:made_up_double")
     def made_up_double(x: Tensor) -> Tensor:
         return x * 2
 
@@ -101,7 +101,7 @@ def double() -> Iterator[Op]:
     def fast(x: Tensor) -> Tensor:
         return x + x
 
-    @register("made_up_double", "picky", priority=20, supports=lambda facts: ["needs SM 90", "needs a library"])
+    @register("made_up_double", "picky", priority=20, supports=lambda info: ["needs SM 90", "needs a library"])
     def picky(x: Tensor) -> Tensor:
         raise AssertionError
 
@@ -126,37 +126,37 @@ def test_an_op_from_outside_brings_its_cases(double: Op, tmp_path: Path, monkeyp
         cases_of(double, torch.float32, "cpu")
 
 
-FACTS = OpFacts("cpu", torch.float32)
+INFO = OpInfo("cpu", torch.float32)
 
 
 def test_the_highest_priority_that_can_run_is_bound(double: Op) -> None:
-    assert list(double.reasons(FACTS)) == ["picky", "fast", REFERENCE]
-    assert double.bind(FACTS).provider == "fast"
+    assert list(double.reasons(INFO)) == ["picky", "fast", REFERENCE]
+    assert double.bind(INFO).provider == "fast"
 
 
 def test_the_users_list_comes_before_priorities(double: Op) -> None:
-    assert double.bind(FACTS, [REFERENCE, "fast"]).provider == REFERENCE
-    assert double.bind(FACTS, ["picky", REFERENCE]).provider == REFERENCE
+    assert double.bind(INFO, [REFERENCE, "fast"]).provider == REFERENCE
+    assert double.bind(INFO, ["picky", REFERENCE]).provider == REFERENCE
     resolver = OpResolver("cpu", {"made_up_double": ["torch"]})
     assert resolver.bind("made_up_double", torch.float32).provider == REFERENCE
 
 
 def test_when_no_wanted_provider_can_run_all_reasons_are_listed(double: Op) -> None:
     with pytest.raises(ConfigError) as error:
-        double.bind(FACTS, ["picky"])
+        double.bind(INFO, ["picky"])
     assert str(error.value) == (
         "no provider of op made_up_double in op_priority can run on cpu in torch.float32: "
         "picky: needs SM 90, needs a library; one of these can: fast, torch"
     )
     del double.providers[REFERENCE], double.providers["fast"]
-    register("made_up_double", "other", priority=1, supports=lambda facts: ["wrong day"])(lambda x: x)
+    register("made_up_double", "other", priority=1, supports=lambda info: ["wrong day"])(lambda x: x)
     with pytest.raises(ConfigError, match=r"picky: needs SM 90, needs a library; other: wrong day"):
-        double.bind(FACTS)
+        double.bind(INFO)
 
 
 def test_an_unknown_provider_in_the_users_list_is_an_error(double: Op) -> None:
     with pytest.raises(ConfigError, match="op made_up_double has no provider 'fats'; it has: picky, fast, torch"):
-        double.bind(FACTS, ["fats", "fast"])
+        double.bind(INFO, ["fats", "fast"])
 
 
 def test_an_unknown_op_in_the_users_list_is_an_error_with_a_near_match() -> None:
@@ -169,7 +169,7 @@ def test_a_provider_of_a_package_that_is_not_installed_names_the_package(monkeyp
     with pytest.raises(
         ConfigError, match=r"no provider 'flashinfer'; it has: .*`pip install rapid-infer-ops-attention`$"
     ):
-        OPS["paged_attention"].bind(FACTS, ["flashinfer"])
+        OPS["paged_attention"].bind(INFO, ["flashinfer"])
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ def test_a_package_brings_its_providers(package: Callable[..., None]) -> None:
         load_providers()
     good = (
         "from rapid_infer.ops import register\n"
-        "@register('silu_and_mul', 'fake', priority=1, supports=lambda facts: ())\n"
+        "@register('silu_and_mul', 'fake', priority=1, supports=lambda info: ())\n"
         "def silu_and_mul(gate_up): ...\n"
     )
     package(good, "rapid-infer>=9")
@@ -212,7 +212,7 @@ def test_a_package_brings_its_providers(package: Callable[..., None]) -> None:
     package(good)
     load_providers()
     load_providers()
-    assert OPS["silu_and_mul"].bind(FACTS, ["fake"]).provider == "fake"
+    assert OPS["silu_and_mul"].bind(INFO, ["fake"]).provider == "fake"
 
 
 def test_our_package_of_attention_declares_its_providers(tmp_path: Path) -> None:
@@ -263,8 +263,8 @@ def test_counters_say_what_ran(double: Op) -> None:
 
 
 def test_supports_sees_the_layers_own_facts(double: Op) -> None:
-    seen: list[OpFacts] = []
-    register("made_up_double", "nosy", priority=99, supports=lambda facts: seen.append(facts) or [])(lambda x: x)
+    seen: list[OpInfo] = []
+    register("made_up_double", "nosy", priority=99, supports=lambda info: seen.append(info) or [])(lambda x: x)
     OpResolver("cpu").bind("made_up_double", torch.bfloat16, head_dim=64)
     assert [(f.device, f.dtype, f.capability, f.extra) for f in seen] == [
         ("cpu", torch.bfloat16, None, {"head_dim": 64})
@@ -272,14 +272,14 @@ def test_supports_sees_the_layers_own_facts(double: Op) -> None:
 
 
 def test_a_fact_that_the_op_does_not_declare_is_an_error_given_or_read(double: Op) -> None:
-    with pytest.raises(PluginError, match="op made_up_double has no fact 'head_dims', did you mean 'head_dim'") as got:
+    with pytest.raises(PluginError, match="op made_up_double has no info 'head_dims', did you mean 'head_dim'") as got:
         OpResolver("cpu").bind("made_up_double", torch.float32, head_dims=64)
     assert str(got.value).endswith("(it has: head_dim, window)")
-    with pytest.raises(PluginError, match=r"op rms_norm has no fact 'window' \(it has: none\)"):
+    with pytest.raises(PluginError, match=r"op rms_norm has no info 'window' \(it has: none\)"):
         OpResolver("cpu").bind("rms_norm", torch.float32, window=True)
-    for read in (lambda facts: facts.extra.get("windows"), lambda facts: facts.extra["windows"]):
+    for read in (lambda info: info.extra.get("windows"), lambda info: info.extra["windows"]):
         register("made_up_double", "wrong", priority=1, supports=read)(lambda x: x)
-        with pytest.raises(PluginError, match="no fact 'windows', did you mean 'window'"):
+        with pytest.raises(PluginError, match="no info 'windows', did you mean 'window'"):
             OpResolver("cpu").bind("made_up_double", torch.float32)
         del double.providers["wrong"]
 
@@ -288,9 +288,9 @@ def test_an_option_of_attention_is_refused_by_every_provider_that_does_not_name_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attention_params, "OPTIONS", (*attention_params.OPTIONS, "chunk"))
-    facts = OpFacts("cuda", torch.bfloat16, (9, 0), {"chunk": True})
+    info = OpInfo("cuda", torch.bfloat16, (9, 0), {"chunk": True})
     for name, provider in OPS["paged_attention"].providers.items():
-        assert ("has no chunk" in provider.supports(facts)) == (name != REFERENCE), name
+        assert ("has no chunk" in provider.supports(info)) == (name != REFERENCE), name
 
 
 def test_an_installed_package_adds_a_provider(double: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +300,7 @@ def test_an_installed_package_adds_a_provider(double: Op, tmp_path: Path, monkey
     (folder / "entry_points.txt").write_text("[rapid_infer.ops]\nfakeops = fakeops_providers:register\n")
     (tmp_path / "fakeops_providers.py").write_text(
         "from rapid_infer.ops import register\n\n\n"
-        "@register('made_up_double', 'fakeops', priority=50, supports=lambda facts: ())\n"
+        "@register('made_up_double', 'fakeops', priority=50, supports=lambda info: ())\n"
         "def double(x):\n    return 2 * x\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rapid_infer.errors import RequestError
-from rapid_infer.frontend import EngineFacts, InputProcessor
+from rapid_infer.frontend import EngineInfo, InputProcessor
 from rapid_infer.params import MAX_LOGPROBS, SamplingParams, defaults_of
 
 NOT_NUMBERS = (math.nan, math.inf, -math.inf, 10**400, True, "1", None)
@@ -92,8 +92,8 @@ def test_the_ends_of_the_ranges_are_in_them(values: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("own", "given", "refused"), [(5, 123, False), (5, 124, True), (129, 0, True)])
 def test_the_stop_tokens_of_the_model_count_too(own: int, given: int, refused: bool) -> None:
-    facts = EngineFacts("Stub", "float32", "cpu", 1000, 64, tuple(range(own)), 0, True)
-    inputs = InputProcessor(facts, None)
+    info = EngineInfo("Stub", "float32", "cpu", 1000, 64, tuple(range(own)), 0, True)
+    inputs = InputProcessor(info, None)
     params = SamplingParams(stop_token_ids=range(500, 500 + given))
     if refused:
         with pytest.raises(RequestError, match=r"129 token ids would end the request.* expected at most 128"):

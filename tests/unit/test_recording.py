@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from rapid_infer.config import CheckpointFacts, DeviceFacts, EngineArgs
-from rapid_infer.device import GpuFacts
+from rapid_infer.config import CheckpointInfo, DeviceInfo, EngineArgs
+from rapid_infer.device import GpuInfo
 from rapid_infer.errors import ConfigError
 from rapid_infer.layers.context import BuildContext
 from rapid_infer.ops import OPS, OpResolver, load_providers, registry
@@ -49,12 +49,12 @@ def test_providers_say_whether_they_read_values_on_the_host(name: str, provider:
     assert OPS[name].providers[provider].capturable == found
 
 
-H200 = GpuFacts("NVIDIA H200", (9, 0), 132)
+H200 = GpuInfo("NVIDIA H200", (9, 0), 132)
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "gpu_facts", lambda device: H200 if device.type == "cuda" else None)
+    monkeypatch.setattr(registry, "gpu_info", lambda device: H200 if device.type == "cuda" else None)
 
 
 LAYER = {"head_dim": 128, "block_size": 64}
@@ -104,7 +104,7 @@ def test_a_model_is_built_with_what_a_graph_can_record_where_steps_are_recorded(
 ) -> None:
     monkeypatch.setattr(build, "check_model", lambda model, config, architecture: None)
     args = EngineArgs(dtype="bfloat16", enforce_eager=eager)
-    config = args.resolve(CheckpointFacts(512, "bfloat16"), DeviceFacts(device, True, 1 << 40))
+    config = args.resolve(CheckpointInfo(512, "bfloat16"), DeviceInfo(device, True, 1 << 40))
     checkpoint: Any = SimpleNamespace(hf_config=None, quantization_config=None, architecture="Model")
     assert build_model(Model, checkpoint, config, at).model.found == graphs
 

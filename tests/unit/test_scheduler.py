@@ -9,7 +9,7 @@ from harness import GREEDY, Harness
 
 from rapid_infer.cache import prefix
 from rapid_infer.cache.spec import CacheGroup, LatentKV
-from rapid_infer.config import CheckpointFacts, DeviceFacts, EngineArgs
+from rapid_infer.config import CheckpointInfo, DeviceInfo, EngineArgs
 from rapid_infer.params import SamplingParams
 
 
@@ -472,7 +472,7 @@ def test_reset_prefix_cache_makes_the_next_request_compute_everything() -> None:
 
 def test_without_chunked_prefill_the_longest_prompt_has_room_beside_rows_that_decode() -> None:
     args = EngineArgs(enable_chunked_prefill=False, max_model_len=4096, max_num_seqs=16)
-    scheduler = args.resolve(CheckpointFacts(8192, "float32"), DeviceFacts("cpu", True, 1 << 40)).scheduler
+    scheduler = args.resolve(CheckpointInfo(8192, "float32"), DeviceInfo("cpu", True, 1 << 40)).scheduler
     assert scheduler.max_num_batched_tokens == 4096 + 16
     assert scheduler.max_num_seqs == 16
 
@@ -483,7 +483,7 @@ def test_without_chunked_prefill_the_longest_prompt_has_room_beside_rows_that_de
 def test_there_are_no_more_rows_than_tokens_in_a_step(rows: int | None, tokens: int | None, wanted: int | None) -> None:
     """A row without a share of the budget would wait until an earlier one ends; what was changed is said."""
     args = EngineArgs(max_num_seqs=rows, max_num_batched_tokens=tokens)
-    config = args.resolve(CheckpointFacts(8192, "float32"), DeviceFacts("cpu", True, 1 << 40))
+    config = args.resolve(CheckpointInfo(8192, "float32"), DeviceInfo("cpu", True, 1 << 40))
     asked = rows or 64
     note = f"max_num_seqs lowered from {asked} to max_num_batched_tokens={tokens}"
     assert config.scheduler.max_num_seqs == (wanted or asked)

@@ -46,7 +46,7 @@ def test_the_phases_of_a_start(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         *("__enter__", "aim", "build", "load", "wait", "profile", "allocate", "launch_forward", "capture", "__exit__")
     ]
     assert started.tokenizer is None
-    assert (started.facts.vocab_size, started.facts.dtype) == (TINY["vocab_size"], "float32")
+    assert (started.info.vocab_size, started.info.dtype) == (TINY["vocab_size"], "float32")
     started.core.close()
 
 

@@ -8,24 +8,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rapid_infer.ops.registry import OpFacts, register
+from rapid_infer.ops.registry import OpInfo, register
 from rapid_infer.ops.silu_and_mul import silu_and_mul
 
 ALIGNMENT = 16
 """Bytes that each row of an operand must be a multiple of."""
 
 
-def _cannot(facts: OpFacts) -> Sequence[str]:
+def _cannot(info: OpInfo) -> Sequence[str]:
     reasons = []
     if not hasattr(F, "grouped_mm"):
         reasons.append(f"torch {torch.__version__} has no grouped_mm")
-    if facts.device == "cuda" and facts.dtype is not torch.bfloat16:
-        reasons.append(f"takes bfloat16, not {str(facts.dtype).removeprefix('torch.')}")
-    if facts.capability is not None and facts.capability < (8, 0):
-        reasons.append("needs SM 80 or newer, this GPU is SM {}{}".format(*facts.capability))
+    if info.device == "cuda" and info.dtype is not torch.bfloat16:
+        reasons.append(f"takes bfloat16, not {str(info.dtype).removeprefix('torch.')}")
+    if info.capability is not None and info.capability < (8, 0):
+        reasons.append("needs SM 80 or newer, this GPU is SM {}{}".format(*info.capability))
     for name in ("hidden_size", "intermediate_size"):
-        if facts.extra.get(name, 0) * facts.dtype.itemsize % ALIGNMENT:
-            reasons.append(f"needs rows of a multiple of {ALIGNMENT} bytes, {name} is {facts.extra[name]}")
+        if info.extra.get(name, 0) * info.dtype.itemsize % ALIGNMENT:
+            reasons.append(f"needs rows of a multiple of {ALIGNMENT} bytes, {name} is {info.extra[name]}")
     return reasons
 
 

@@ -80,7 +80,7 @@ def paged_attention(dtype: torch.dtype, device: str) -> Iterator[Case]:
                 params = AttentionParams(dim**-0.5, **(variant | sinks))
                 q = torch.randn(sum(query_lens), heads, dim, device=device).to(dtype)
                 kwargs = {"q": q, "k_cache": k, "v_cache": v, "metadata": metadata, "params": params}
-                yield Case(kwargs, {"head_dim": dim, "block_size": size, **params.facts()})
+                yield Case(kwargs, {"head_dim": dim, "block_size": size, **params.options()})
 
 
 def slots_only(slots: Tensor) -> AttentionMetadata:

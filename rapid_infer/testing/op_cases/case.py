@@ -23,7 +23,7 @@ TOLERANCE: dict[torch.dtype, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """Keyword arguments of one call, and the facts that a layer would have bound with."""
+    """Keyword arguments of one call, and what a layer would have bound with."""
 
     kwargs: dict[str, Any]
     extra: dict[str, Any] = field(default_factory=dict)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from rapid_infer.ops import OpFacts
+from rapid_infer.ops import OpInfo
 
 
 @cache
@@ -23,17 +23,17 @@ def has(package: str, pattern: str) -> bool:
     return any(next(folder.glob(pattern), None) is not None for folder in folders(package))
 
 
-def not_16_bit_cuda(facts: OpFacts) -> list[str]:
+def not_16_bit_cuda(info: OpInfo) -> list[str]:
     """Why a library that takes bfloat16 and float16 on a CUDA device cannot run."""
     reasons = []
-    if facts.device != "cuda":
-        reasons.append(f"runs on cuda, not {facts.device}")
-    if facts.dtype not in (torch.bfloat16, torch.float16):
-        reasons.append(f"takes bfloat16 and float16, not {str(facts.dtype).removeprefix('torch.')}")
+    if info.device != "cuda":
+        reasons.append(f"runs on cuda, not {info.device}")
+    if info.dtype not in (torch.bfloat16, torch.float16):
+        reasons.append(f"takes bfloat16 and float16, not {str(info.dtype).removeprefix('torch.')}")
     return reasons
 
 
-def older_than_sm80(facts: OpFacts) -> list[str]:
-    if facts.capability is not None and facts.capability < (8, 0):
-        return ["needs SM 80 or newer, this GPU is SM {}{}".format(*facts.capability)]
+def older_than_sm80(info: OpInfo) -> list[str]:
+    if info.capability is not None and info.capability < (8, 0):
+        return ["needs SM 80 or newer, this GPU is SM {}{}".format(*info.capability)]
     return []

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from rapid_infer.ops import register_lazy
-from rapid_infer_ops_attention.flash_attn import facts as flash_attn
-from rapid_infer_ops_attention.flashinfer import facts as flashinfer
+from rapid_infer_ops_attention.flash_attn import supports as flash_attn
+from rapid_infer_ops_attention.flashinfer import supports as flashinfer
 
 NAMES = ("vllm_flash_attn", "flash_attn_4", "flash_attn", "flashinfer")
 

@@ -14,12 +14,12 @@ from torch import Tensor
 from rapid_infer.cache.slots import slots_of
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.attention_params import AttentionParams, lacks
-from rapid_infer.ops.providers.cpu.facts import not_on_cpu
-from rapid_infer.ops.registry import OpFacts, register
+from rapid_infer.ops.providers.cpu.supports import not_on_cpu
+from rapid_infer.ops.registry import OpInfo, register
 
 
-def _cannot(facts: OpFacts) -> Sequence[str]:
-    return not_on_cpu(facts) + lacks(facts)
+def _cannot(info: OpInfo) -> Sequence[str]:
+    return not_on_cpu(info) + lacks(info)
 
 
 @dataclass(frozen=True)

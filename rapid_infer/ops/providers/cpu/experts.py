@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rapid_infer.ops.providers.cpu.facts import not_on_cpu
+from rapid_infer.ops.providers.cpu.supports import not_on_cpu
 from rapid_infer.ops.registry import register
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.providers.cpu.attention import attention_plan
-from rapid_infer.ops.providers.cpu.facts import not_on_cpu
+from rapid_infer.ops.providers.cpu.supports import not_on_cpu
 from rapid_infer.ops.registry import register
 
 

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rapid_infer.ops.providers.cpu.facts import not_on_cpu
-from rapid_infer.ops.registry import OpFacts, register
+from rapid_infer.ops.providers.cpu.supports import not_on_cpu
+from rapid_infer.ops.registry import OpInfo, register
 
 
-def _cannot(facts: OpFacts) -> Sequence[str]:
-    reasons = not_on_cpu(facts)
-    if facts.dtype is not torch.bfloat16:
+def _cannot(info: OpInfo) -> Sequence[str]:
+    reasons = not_on_cpu(info)
+    if info.dtype is not torch.bfloat16:
         # Packing gains nothing in fp32, and fp16 has no fast arithmetic on CPUs.
-        reasons.append(f"packs bfloat16, not {str(facts.dtype).removeprefix('torch.')}")
+        reasons.append(f"packs bfloat16, not {str(info.dtype).removeprefix('torch.')}")
     if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         reasons.append("this CPU or torch build has no oneDNN bfloat16")
     if _linear_pointwise is None:

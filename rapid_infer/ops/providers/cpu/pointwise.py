@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
-from rapid_infer.ops.providers.cpu.facts import not_on_cpu
+from rapid_infer.ops.providers.cpu.supports import not_on_cpu
 from rapid_infer.ops.registry import register
 from rapid_infer.ops.rope_kv_write import qk_norm_rope_kv_write as reference
 

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from rapid_infer.device import gpu_facts
+from rapid_infer.device import gpu_info
 from rapid_infer.ops.providers.triton.facts import INTERPRETED
 from rapid_infer.ops.providers.triton.launch import has_tma
 
@@ -67,7 +67,7 @@ def choose(
 @cache
 def has_hopper_kernel(device: torch.device) -> bool:
     """Gluon is experimental: its kernel is for the one Triton it was written with."""
-    gpu = gpu_facts(device)
+    gpu = gpu_info(device)
     return not INTERPRETED and gpu is not None and gpu.capability == (9, 0) and triton.__version__.startswith("3.6.")
 
 

@@ -7,7 +7,7 @@ from functools import cache
 from importlib.util import find_spec
 
 from rapid_infer.ops.attention_params import lacks
-from rapid_infer.ops.registry import OpFacts
+from rapid_infer.ops.registry import OpInfo
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Kernels run in Python on the CPU: for tests only, so such a provider is never chosen by itself."""
@@ -20,17 +20,17 @@ def _installed() -> bool:
     return find_spec("triton") is not None
 
 
-def unavailable(facts: OpFacts) -> list[str]:
+def unavailable(info: OpInfo) -> list[str]:
     """Reasons that all Triton providers share."""
     reasons = []
-    if facts.device != "cuda" and not INTERPRETED:
-        reasons.append(f"runs on cuda, not {facts.device}")
+    if info.device != "cuda" and not INTERPRETED:
+        reasons.append(f"runs on cuda, not {info.device}")
     if not _installed():
         reasons.append("triton is not installed")
-    if facts.capability is not None and facts.capability < (8, 0):
-        reasons.append("needs SM 80 or newer, this GPU is SM {}{}".format(*facts.capability))
+    if info.capability is not None and info.capability < (8, 0):
+        reasons.append("needs SM 80 or newer, this GPU is SM {}{}".format(*info.capability))
     return reasons
 
 
-def cannot_attend(facts: OpFacts) -> list[str]:
-    return unavailable(facts) + lacks(facts, "window", "soft_cap", "sinks", "return_lse")
+def cannot_attend(info: OpInfo) -> list[str]:
+    return unavailable(info) + lacks(info, "window", "soft_cap", "sinks", "return_lse")

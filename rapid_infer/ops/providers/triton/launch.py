@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import DependenciesFinder
 
-from rapid_infer.device import GpuFacts, gpu_facts
+from rapid_infer.device import GpuInfo, gpu_info
 from rapid_infer.ops.providers.triton.facts import INTERPRETED
 
 
@@ -55,8 +55,8 @@ def wait_previous(PDL: tl.constexpr):
 
 
 @cache
-def _gpu(device: torch.device) -> GpuFacts:
-    gpu = gpu_facts(device)
+def _gpu(device: torch.device) -> GpuInfo:
+    gpu = gpu_info(device)
     assert gpu is not None, f"{device} is no GPU"
     return gpu
 

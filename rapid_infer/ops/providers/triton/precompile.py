@@ -26,7 +26,7 @@ from triton.runtime import driver
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction, KernelParam, MockTensor
 
-from rapid_infer.device import GpuFacts
+from rapid_infer.device import GpuInfo
 
 _RUN = JITFunction.run
 
@@ -89,7 +89,7 @@ def collect_launches(take: Callable[[Launch], object]) -> Iterator[None]:
         JITFunction.run = _RUN
 
 
-def compile_for(gpu: GpuFacts) -> None:
+def compile_for(gpu: GpuInfo) -> None:
     """Let this process, and those that it forks, compile for a GPU that it does not use."""
     target = _Target(gpu)
     driver.set_active(target)
@@ -114,7 +114,7 @@ def compile_driver() -> str:
 class _Target(DriverBase):
     """Says what to compile for, and launches nothing."""
 
-    def __init__(self, gpu: GpuFacts) -> None:
+    def __init__(self, gpu: GpuInfo) -> None:
         major, minor = gpu.capability
         self._target = GPUTarget("cuda", major * 10 + minor, 32)
 
