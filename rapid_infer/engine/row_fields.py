@@ -86,7 +86,8 @@ def _truncates(request: Request) -> bool:
 class SamplingFeatures:
     """What choosing tokens must do for some row of the step; with nothing set it is an argmax.
 
-    logprobs is how many alternatives to report, None for no log-probabilities at all.
+    logprobs is how many alternatives to report, None for no log-probabilities at all. `processed`: whether logits are
+    changed before temperature and truncation.
     """
 
     random: bool = _asked(lambda request: not request.params.greedy)
@@ -97,11 +98,10 @@ class SamplingFeatures:
     min_tokens: bool = _asked(lambda request: request.params.min_tokens > 0)
     masks: bool = _asked(lambda request: request.mask is not None)
     logprobs: int | None = None
+    processed: bool = field(init=False, repr=False, compare=False)
 
-    @property
-    def processed(self) -> bool:
-        """Whether logits are changed before temperature and truncation."""
-        return self.penalties or self.bias or self.min_tokens or self.masks
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "processed", self.penalties or self.bias or self.min_tokens or self.masks)
 
     @classmethod
     def of_bits(cls, bits: int, logprobs: int) -> SamplingFeatures:

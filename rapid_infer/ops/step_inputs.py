@@ -8,6 +8,7 @@ padding row, of length 0.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -32,23 +33,23 @@ class StepLayout:
 
     NUM_UPDATES, NUM_ROWS, NUM_TOKENS, NUM_DECODES, NUM_SAMPLED, ROWS = range(6)
 
-    @property
+    @cached_property
     def query_lens(self) -> int:
         return self.ROWS + self.max_rows
 
-    @property
+    @cached_property
     def sampled(self) -> int:
         return self.query_lens + self.max_rows
 
-    @property
+    @cached_property
     def updates(self) -> int:
         return self.sampled + self.max_rows
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         return self.updates + 2 * self.max_updates
 
-    @property
+    @cached_property
     def words(self) -> int:
         return self.tokens + self.max_tokens
 
