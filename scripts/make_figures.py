@@ -59,7 +59,7 @@ def request_path() -> str:
         Box(460, 20, 190, 62, "Scheduler", ("budget, rows, preemption",)),
         Box(710, 20, 170, 62, "CacheManager", ("blocks, prefix hashes",)),
         Box(230, 150, 170, 62, "Executor", ("in this process",)),
-        Box(460, 150, 190, 62, "ModelRunner", ("one copy, then gather",), DEVICE),
+        Box(460, 150, 190, 62, "ModelRunner", ("entry in the ring",), DEVICE),
         Box(710, 150, 170, 62, "DeviceRows", ("tokens, lengths, blocks",), DEVICE),
         Box(350, 280, 190, 62, "forward", ("model: hidden [S, hidden]",), DEVICE),
         Box(600, 280, 210, 62, "sample", ("head, sampling, advance",), DEVICE),

@@ -40,8 +40,9 @@ class BuildContext:
         return replace(self, name=f"{self.name}.{name}" if self.name else name)
 
     def layers(self, n: int, build: Callable[[BuildContext, int], nn.Module], name: str = "layers") -> LayerStack:
-        """Build this pipeline stage's layers of n, `build(ctx, i)` for each global number i, to be stored as attribute
-        `name`.
+        """Build this pipeline stage's layers of n, `build(ctx, i)` for each global number i.
+
+        The result is to be stored as attribute `name`.
         """
         from rapid_infer.layers.stack import LayerStack
 

@@ -77,8 +77,9 @@ def _call_fault(name: str, function: Any, arguments: int, expected: str) -> Iter
 
 
 def read_config(cls: Any, checkpoint: Checkpoint) -> Any:
-    """The plugin's own configuration of a checkpoint. PluginError unless the engine can use it, ConfigError for sizes
-    that no model has.
+    """The plugin's own configuration of a checkpoint.
+
+    PluginError unless the engine can use it, ConfigError for sizes that no model has.
     """
     hf_config = checkpoint.hf_config
     try:

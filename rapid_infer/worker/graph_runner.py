@@ -68,8 +68,11 @@ class LateGraphs:
 
 
 class GraphRunner:
-    """Records and replays. `replays` counts launches by graph kind; `recorded` graphs by kind; `late` those recorded
-    after `capture`.
+    """Records and replays.
+
+    recorded  graphs by kind
+    replays   launches by kind of graph, "forward" and "sample"
+    late      graphs that were recorded after `capture`
     """
 
     def __init__(self, program: StepProgram, recorder: Recorder, *, max_tokens: int, max_model_len: int) -> None:

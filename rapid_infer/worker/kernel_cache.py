@@ -1,5 +1,6 @@
-"""Where compiled kernels lie, and which models have found all of theirs there. Imports no torch, and Triton only
-to hash it.
+"""Where compiled kernels lie, and which models have found all of theirs there.
+
+Imports no torch, and Triton only to hash it.
 
 Triton names kernels by their source and arguments, so the cache may be shared by models, versions and processes, and
 copied to another machine under the same path. Beside them lies a list for every model and set of options that was

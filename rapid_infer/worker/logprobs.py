@@ -20,9 +20,7 @@ class Logprobs(NamedTuple):
 
 
 def gather_logprobs(logits: Tensor, chosen: Tensor, count: int) -> Logprobs:
-    """logits fp32 `[n, vocab]`, chosen int64 `[n]`; from the logits as the model gave them, before any sampling
-    setting.
-    """
+    """Of logits fp32 `[n, vocab]`, as the model gave them before any sampling setting; chosen int64 `[n]`."""
     total = logits.logsumexp(dim=-1, keepdim=True)
     mine = logits.gather(1, chosen.unsqueeze(1))
     rank = (logits > mine).sum(dim=-1) + 1

@@ -63,10 +63,12 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
-    """What a forward leaves of the rows that get a token: hidden `[S, hidden]`, rows `[S]` int64, lengths `[S]` int32,
-    this step's tokens included.
+    """What a forward leaves of the rows that get a token.
 
-    prompt_hidden  hidden states of the tokens after which prompt log-probabilities are asked for, if they are
+    hidden         `[S, hidden]`
+    rows           `[S]` int64
+    lengths        `[S]` int32, this step's tokens included
+    prompt_hidden  `[n, hidden]`: of the tokens after which prompt log-probabilities are asked for, if any
     """
 
     hidden: Tensor

@@ -12,8 +12,7 @@ _ALIGN = 16
 
 
 class Staging:
-    """Round-robin over `slots` host buffers: a buffer is written again only `slots` steps later, when its copy is long
-    done.
+    """Host buffers in turns: one is written again only `slots` steps later, when its copy is long done.
 
     `slots` must exceed the number of steps in flight. On a CPU the host buffer is the device buffer.
     """

@@ -27,8 +27,7 @@ class _Decode:
     """Rows of one token each and of like length: their indices, and `[rows * longest]` slots of their keys.
 
     `run`: the slots of a single row that lie one after another, which need no copy. `hidden` `[rows, 1, 1, longest]` is
-    minus
-    infinity beyond a row's length; None when all are equally long.
+    minus infinity beyond a row's length; None when all are equally long.
     """
 
     rows: Tensor

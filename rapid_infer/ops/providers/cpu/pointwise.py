@@ -1,6 +1,4 @@
-"""Norms, activation and RoPE in as few torch calls as possible; each call costs about a microsecond, whatever it
-computes.
-"""
+"""Norms, activation and RoPE in as few torch calls as possible: each costs about a microsecond, whatever it does."""
 
 from __future__ import annotations
 
