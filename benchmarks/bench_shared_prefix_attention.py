@@ -25,7 +25,7 @@ examples
   on an H200, a minute:
     python benchmarks/bench_shared_prefix_attention.py
   constants of the modules may be tried:
-    python benchmarks/bench_shared_prefix_attention.py --set attention_shared.QUERIES=128
+    python benchmarks/bench_shared_prefix_attention.py --set shared.QUERIES=128
   what can be tried without a GPU, in Triton's interpreter:
     python benchmarks/bench_shared_prefix_attention.py --device cpu --quick
 """
@@ -76,8 +76,8 @@ def block_table(load: Load, lengths: list[int], block_size: int) -> tuple[Tensor
 def measure(load: Load, heads: int, kv_heads: int, ns: argparse.Namespace) -> None:
     from rapid_infer.ops.attention_metadata import AttentionMetadata
     from rapid_infer.ops.attention_params import AttentionParams
-    from rapid_infer.ops.providers.triton import attention_shared
-    from rapid_infer.ops.providers.triton.attention import paged_attention
+    from rapid_infer.ops.providers.triton.attention import shared
+    from rapid_infer.ops.providers.triton.attention.paged_attention import paged_attention
 
     torch.manual_seed(0)
     random.seed(0)
@@ -108,7 +108,7 @@ def measure(load: Load, heads: int, kv_heads: int, ns: argparse.Namespace) -> No
     needed = keys * 2 * kv_heads * dim * dtype.itemsize
     outs = {}
     for sharing in (False, True):
-        attention_shared.SHARING = sharing
+        shared.SHARING = sharing
         outs[sharing] = step(0, layers)
         one, many = (
             op_timing.time_calls(calls, device, ns.repeats).seconds * 1e6
@@ -139,11 +139,9 @@ def main() -> None:
         interpret_triton()
     elif not torch.cuda.is_available():
         sys.exit("needs a GPU, or --device cpu --quick")
-    from rapid_infer.ops.providers.triton import attention_decode, attention_groups, attention_plan, attention_shared
+    from rapid_infer.ops.providers.triton.attention import decode, groups, plan, shared
 
-    modules = {
-        m.__name__.split(".")[-1]: m for m in (attention_decode, attention_groups, attention_plan, attention_shared)
-    }
+    modules = {m.__name__.split(".")[-1]: m for m in (decode, groups, plan, shared)}
     for setting in ns.set:
         name, value = setting.split("=")
         module, constant = name.split(".")
@@ -153,7 +151,7 @@ def main() -> None:
     loads, shapes = LOADS, ((32, 8), (16, 8))
     if ns.quick:
         loads, shapes, ns.layers, ns.repeats = QUICK, ((4, 2),), 2, 1
-        attention_groups.MIN_SAVED = 1
+        groups.MIN_SAVED = 1
     print(
         f"{'step':<36} {'heads':<5} {'share':<5} {'us/layer':>8} {'us/plan':>8} {'MB':>8} {'peak':>6} {'diff':>8}",
         flush=True,

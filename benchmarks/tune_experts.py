@@ -15,8 +15,8 @@ import torch
 from common import op_timing, workloads
 from torch import Tensor
 
-from rapid_infer.ops.providers.triton import experts as module
-from rapid_infer.ops.providers.triton.experts import TILES, Tile, choices_per_tile, fused_experts
+from rapid_infer.ops.providers.triton.experts import fused_experts as module
+from rapid_infer.ops.providers.triton.experts.fused_experts import TILES, Tile, choices_per_tile, fused_experts
 
 EXAMPLES = """\
 What it does: for each model and number of tokens, whose experts are a uniform random draw, times all four kernels of

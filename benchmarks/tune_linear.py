@@ -20,16 +20,16 @@ from common.linear_tasks import TASKS, TOKENS, Task, candidates
 from torch import Tensor
 
 from rapid_infer.ops.lm_head import lm_head
-from rapid_infer.ops.providers.triton import linear as provider
 from rapid_infer.ops.providers.triton.activation import silu_and_mul
-from rapid_infer.ops.providers.triton.linear_choice import choose
-from rapid_infer.ops.providers.triton.linear_config import Config, padded_rows
+from rapid_infer.ops.providers.triton.linear import linear as provider
+from rapid_infer.ops.providers.triton.linear.choice import choose
+from rapid_infer.ops.providers.triton.linear.config import Config, padded_rows
 
 EXAMPLES = """\
 What it does: compiles every candidate in parallel processes, then, for each shape and number of tokens, checks it
 against fp32 and times it in a CUDA graph whose calls go round enough copies of the weight that the L2 cache holds none
 of them. Prints cuBLAS, what `choose` takes today, and the best three with the speed at which each reads its weight.
-At the end it prints the lines for linear_tuned.py: per class of tokens, what is fastest in total.
+At the end it prints the lines for linear/tuned.py: per class of tokens, what is fastest in total.
 
 examples
   everything, about five minutes on an H200 with 16 cores:

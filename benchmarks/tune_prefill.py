@@ -17,9 +17,9 @@ from common import op_timing
 from common.prefill_cases import HEAD_DIM, HEADS, HOPPER, Task, candidates, cudnn, flash, make, sampled, tasks
 from torch import Tensor
 
-from rapid_infer.ops.providers.triton import attention_prefill
-from rapid_infer.ops.providers.triton.attention_prefill_config import PrefillConfig, choose, has_hopper_kernel
-from rapid_infer.ops.providers.triton.attention_tile import score_scales, tile_constants
+from rapid_infer.ops.providers.triton.attention import prefill as attention_prefill
+from rapid_infer.ops.providers.triton.attention.prefill_config import PrefillConfig, choose, has_hopper_kernel
+from rapid_infer.ops.providers.triton.attention.tile import score_scales, tile_constants
 
 EXAMPLES = """\
 What it does: compiles every candidate in parallel processes, then, for each case, checks a sample of tokens against

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rapid_infer.ops.providers.triton.linear_choice import choose
-from rapid_infer.ops.providers.triton.linear_config import Config, padded_rows
+from rapid_infer.ops.providers.triton.linear.choice import choose
+from rapid_infer.ops.providers.triton.linear.config import Config, padded_rows
 
 
 @dataclass(frozen=True)

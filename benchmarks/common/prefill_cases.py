@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.attention_params import AttentionParams
-from rapid_infer.ops.providers.triton.attention_prefill_config import PrefillConfig
+from rapid_infer.ops.providers.triton.attention.prefill_config import PrefillConfig
 from rapid_infer.testing.op_cases.attention import make_metadata
 
 BLOCK_SIZE = 64

@@ -1,4 +1,4 @@
-"""Where in a cache a token's entry lies: the definition for arrays; `ops/providers/triton/slots.py` has kernels'."""
+"""Where in a cache a token's entry lies, for arrays; for kernels see `ops/providers/triton/step/slots.py`."""
 
 from __future__ import annotations
 

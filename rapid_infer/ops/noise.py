@@ -2,7 +2,7 @@
 
 Every rank computes the same noise without a broadcast, a row's noise does not depend on its neighbours, and a step that
 runs again draws the same. The mixer is MurmurHash3's 32-bit finalizer (Appleby, public domain), twice per element under
-a 64-bit row key. Kernels compute the same bits (`providers/triton/sampling.py`).
+a 64-bit row key. Kernels compute the same bits (`providers/triton/sampling/gumbel_argmax.py`).
 """
 
 from __future__ import annotations

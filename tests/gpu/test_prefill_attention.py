@@ -15,9 +15,9 @@ from attention_chunks import borders, check_paged, paged_case, with_options
 
 from rapid_infer.ops import OPS
 from rapid_infer.ops.attention_params import AttentionParams
-from rapid_infer.ops.providers.triton import attention_prefill
-from rapid_infer.ops.providers.triton.attention import paged_attention
-from rapid_infer.ops.providers.triton.attention_prefill_config import PrefillConfig
+from rapid_infer.ops.providers.triton.attention import prefill as attention_prefill
+from rapid_infer.ops.providers.triton.attention.paged_attention import paged_attention
+from rapid_infer.ops.providers.triton.attention.prefill_config import PrefillConfig
 from rapid_infer.testing.op_cases.attention import make_metadata
 
 pytestmark = [

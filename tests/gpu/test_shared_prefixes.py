@@ -18,7 +18,9 @@ pytest.importorskip("triton")
 
 from gpu_traffic import prompts
 
-from rapid_infer.ops.providers.triton import attention_decode, attention_groups, attention_shared
+from rapid_infer.ops.providers.triton.attention import decode as attention_decode
+from rapid_infer.ops.providers.triton.attention import groups as attention_groups
+from rapid_infer.ops.providers.triton.attention import shared as attention_shared
 
 pytestmark = [
     pytest.mark.gpu,

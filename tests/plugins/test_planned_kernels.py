@@ -36,7 +36,8 @@ def test_one_layer_of_each_kind_launches_all_kernels(qwen3, latent) -> None:
     for found in found_all.values():
         assert found["few"] == found["all"]
         names = {line.split()[0] for line in found["few"]}
-        assert {"norm._norm_kernel", "step_inputs._mixed_rows_kernel", "truncate._search_kernel"} <= names
+        kernels = {"norm._norm_kernel", "step.inputs._mixed_rows_kernel", "sampling.truncate._search_kernel"}
+        assert {f"rapid_infer.ops.providers.triton.{name}" for name in kernels} <= names
         assert {line.split()[0] for line in found["eager"]} == names
         for kind, inputs in (("decode", ["_decode_inputs_kernel"]), ("mixed", ["_mixed_rows_kernel", "_mixed_tokens"])):
             recorded, eager = found["steps"][kind]["recorded"], found["steps"][kind]["eager"]

@@ -208,12 +208,10 @@ def test_groups_grow_and_vanish_while_others_run(operators, tiny, open_llm, monk
     model, options, seen = tiny("llama", {"num_hidden_layers": 1}), {"block_size": 16}, []
     if operators != "default":
         pytest.importorskip("triton")
-        from rapid_infer.ops.providers.triton import (
-            attention_decode,
-            attention_groups,
-            attention_shared,
-            attention_tile,
-        )
+        from rapid_infer.ops.providers.triton.attention import decode as attention_decode
+        from rapid_infer.ops.providers.triton.attention import groups as attention_groups
+        from rapid_infer.ops.providers.triton.attention import shared as attention_shared
+        from rapid_infer.ops.providers.triton.attention import tile as attention_tile
 
         plan = attention_decode.decode_plan
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from rapid_infer.ops import OPS
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.attention_params import OPTIONS, AttentionParams
-from rapid_infer.ops.providers.triton.attention import paged_attention
-from rapid_infer.ops.providers.triton.latent_context import latent_context
-from rapid_infer.ops.providers.triton.latent_prefill import latent_prefill
+from rapid_infer.ops.providers.triton.attention.paged_attention import paged_attention
+from rapid_infer.ops.providers.triton.mla.context import latent_context
+from rapid_infer.ops.providers.triton.mla.prefill import latent_prefill
 from rapid_infer.testing.op_cases.attention import make_metadata
 
 TOLERANCE = {

@@ -14,7 +14,10 @@ pytest.importorskip("triton")
 
 from rapid_infer.ops import OPS, load_providers
 from rapid_infer.ops.attention_params import AttentionParams
-from rapid_infer.ops.providers.triton import attention_prefill, attention_prefill_plan, latent_context, latent_prefill
+from rapid_infer.ops.providers.triton.attention import prefill as attention_prefill
+from rapid_infer.ops.providers.triton.attention import prefill_plan as attention_prefill_plan
+from rapid_infer.ops.providers.triton.mla import context as latent_context
+from rapid_infer.ops.providers.triton.mla import prefill as latent_prefill
 from rapid_infer.testing.op_cases import Case, cases_of
 from rapid_infer.testing.op_cases.attention import make_metadata
 

@@ -64,10 +64,11 @@ def test_a_list_holds_for_what_kernels_depend_on(
     (metadata / "entry_points.txt").write_text("[rapid_infer.ops]\nsome = some_ops:ops\n")
     keys.append(key())
     for name in ("some", "some_ops"):
-        (site / name).mkdir()
-        for source in ("one = 1", "one = 1.0"):
-            (site / name / "__init__.py").write_text(source)
-            keys.append(key())
+        (site / name / "attention").mkdir(parents=True)
+        for file in ("__init__.py", "attention/__init__.py", "attention/prefill.py"):
+            for source in ("one = 1", "one = 1.0"):
+                (site / name / file).write_text(source)
+                keys.append(key())
     assert len(set(keys)) == len(keys)
 
 

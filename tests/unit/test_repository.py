@@ -62,6 +62,12 @@ def test_plugins_import_the_facade_torch_and_the_standard_library(file: Path) ->
             assert name in allowed or name.partition(".")[0] in allowed - {"rapid_infer"}, f"line {node.lineno}: {name}"
 
 
+def test_every_folder_of_modules_is_a_package() -> None:
+    """What is not would be missing where the runtime is installed: setuptools looks for packages."""
+    for file in [*(ROOT / "rapid_infer").rglob("*.py"), *PLUGIN_FILES]:
+        assert (file.parent / "__init__.py").exists(), file
+
+
 def test_dense_models_stay_small() -> None:
     for file in (ROOT / "plugins").glob("*/src/*/model.py"):
         assert len(file.read_text().splitlines()) < 200, file

@@ -19,16 +19,14 @@ import triton.language as tl
 from rapid_infer.ops import OPS
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.attention_params import AttentionParams
-from rapid_infer.ops.providers.triton import (
-    attention_plan,
-    attention_prefill,
-    attention_prefill_config,
-    attention_prefill_plan,
-    attention_prefill_split,
-    attention_tile,
-)
-from rapid_infer.ops.providers.triton.attention import paged_attention
-from rapid_infer.ops.providers.triton.attention_plan import decode_plan, first_tile, row_part
+from rapid_infer.ops.providers.triton.attention import plan as attention_plan
+from rapid_infer.ops.providers.triton.attention import prefill as attention_prefill
+from rapid_infer.ops.providers.triton.attention import prefill_config as attention_prefill_config
+from rapid_infer.ops.providers.triton.attention import prefill_plan as attention_prefill_plan
+from rapid_infer.ops.providers.triton.attention import prefill_split as attention_prefill_split
+from rapid_infer.ops.providers.triton.attention import tile as attention_tile
+from rapid_infer.ops.providers.triton.attention.paged_attention import paged_attention
+from rapid_infer.ops.providers.triton.attention.plan import decode_plan, first_tile, row_part
 from rapid_infer.testing.op_cases.attention import in_mixed_graph, make_metadata
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -165,7 +163,7 @@ def test_rows_in_several_slices(options: dict[str, Any], small: None) -> None:
 
 @pytest.mark.parametrize("at_once", [1, 8192])
 def test_one_row_in_all_slices(at_once: int, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rapid_infer.ops.providers.triton.attention_decode.COMBINED_AT_ONCE", at_once)
+    monkeypatch.setattr("rapid_infer.ops.providers.triton.attention.decode.COMBINED_AT_ONCE", at_once)
     check(make_case([400], [1], heads=3, kv_heads=1), sinks=True)
 
 

@@ -7,7 +7,9 @@ pytest.importorskip("triton")
 
 from attention_chunks import DTYPES, borders, check_latent, check_paged, paged_case
 
-from rapid_infer.ops.providers.triton import attention_prefill_config, attention_tile, latent_prefill
+from rapid_infer.ops.providers.triton.attention import prefill_config as attention_prefill_config
+from rapid_infer.ops.providers.triton.attention import tile as attention_tile
+from rapid_infer.ops.providers.triton.mla import prefill as latent_prefill
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE = 4

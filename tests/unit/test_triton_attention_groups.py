@@ -9,8 +9,9 @@ import torch
 pytest.importorskip("triton")
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
-from rapid_infer.ops.providers.triton import attention_groups, attention_plan
-from rapid_infer.ops.providers.triton.attention_groups import SharedPlan
+from rapid_infer.ops.providers.triton.attention import groups as attention_groups
+from rapid_infer.ops.providers.triton.attention import plan as attention_plan
+from rapid_infer.ops.providers.triton.attention.groups import SharedPlan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZE = 16

@@ -13,15 +13,13 @@ pytest.importorskip("triton")
 from rapid_infer.ops import OPS
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.attention_params import AttentionParams
-from rapid_infer.ops.providers.triton import (
-    attention_groups,
-    attention_plan,
-    attention_prefill_config,
-    attention_shared,
-    attention_tile,
-)
-from rapid_infer.ops.providers.triton.attention import paged_attention
-from rapid_infer.ops.providers.triton.attention_plan import DecodePlan
+from rapid_infer.ops.providers.triton.attention import groups as attention_groups
+from rapid_infer.ops.providers.triton.attention import plan as attention_plan
+from rapid_infer.ops.providers.triton.attention import prefill_config as attention_prefill_config
+from rapid_infer.ops.providers.triton.attention import shared as attention_shared
+from rapid_infer.ops.providers.triton.attention import tile as attention_tile
+from rapid_infer.ops.providers.triton.attention.paged_attention import paged_attention
+from rapid_infer.ops.providers.triton.attention.plan import DecodePlan
 from rapid_infer.testing.op_cases.attention import make_metadata
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -11,12 +11,12 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from rapid_infer.ops import OPS
-from rapid_infer.ops.providers.triton import experts as module
-from rapid_infer.ops.providers.triton import experts_plan as plan_module
-from rapid_infer.ops.providers.triton.experts import Tile, choices_per_tile, fused_experts
-from rapid_infer.ops.providers.triton.experts_plan import experts_plan, most_tiles
+from rapid_infer.ops.providers.triton.experts import fused_experts as module
+from rapid_infer.ops.providers.triton.experts import plan as plan_module
+from rapid_infer.ops.providers.triton.experts.fused_experts import Tile, choices_per_tile, fused_experts
+from rapid_infer.ops.providers.triton.experts.plan import experts_plan, most_tiles
+from rapid_infer.ops.providers.triton.experts.router import route_experts
 from rapid_infer.ops.providers.triton.launch import has_tma
-from rapid_infer.ops.providers.triton.router import route_experts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REFERENCE = OPS["fused_experts"].reference

@@ -13,15 +13,15 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from rapid_infer.ops import OPS
-from rapid_infer.ops.providers.triton import attention_plan
-from rapid_infer.ops.providers.triton import latent_context as context_module
-from rapid_infer.ops.providers.triton import latent_decode as decode_module
-from rapid_infer.ops.providers.triton import latent_prefill as prefill_module
-from rapid_infer.ops.providers.triton.latent_context import latent_context
-from rapid_infer.ops.providers.triton.latent_decode import latent_decode
-from rapid_infer.ops.providers.triton.latent_kv_write import latent_kv_write
-from rapid_infer.ops.providers.triton.latent_prefill import latent_prefill
-from rapid_infer.ops.providers.triton.latent_tile import latent_shape
+from rapid_infer.ops.providers.triton.attention import plan as attention_plan
+from rapid_infer.ops.providers.triton.mla import context as context_module
+from rapid_infer.ops.providers.triton.mla import decode as decode_module
+from rapid_infer.ops.providers.triton.mla import prefill as prefill_module
+from rapid_infer.ops.providers.triton.mla.context import latent_context
+from rapid_infer.ops.providers.triton.mla.decode import latent_decode
+from rapid_infer.ops.providers.triton.mla.kv_write import latent_kv_write
+from rapid_infer.ops.providers.triton.mla.prefill import latent_prefill
+from rapid_infer.ops.providers.triton.mla.tile import latent_shape
 from rapid_infer.testing.op_cases.attention import in_mixed_graph, make_metadata, slots_only
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

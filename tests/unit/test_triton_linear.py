@@ -11,9 +11,9 @@ from rapid_infer.layers.context import BuildContext
 from rapid_infer.layers.embedding import LMHead
 from rapid_infer.layers.mlp import GatedMLP
 from rapid_infer.ops import OpResolver
-from rapid_infer.ops.providers.triton import linear as provider
-from rapid_infer.ops.providers.triton.linear_choice import choose
-from rapid_infer.ops.providers.triton.linear_config import Config, padded_rows
+from rapid_infer.ops.providers.triton.linear import linear as provider
+from rapid_infer.ops.providers.triton.linear.choice import choose
+from rapid_infer.ops.providers.triton.linear.config import Config, padded_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}

@@ -9,7 +9,7 @@ from rapid_infer.ops import OPS
 
 pytest.importorskip("triton")
 
-from rapid_infer.ops.providers.triton import rope_kv_write
+from rapid_infer.ops.providers.triton.attention import rope_kv_write
 from rapid_infer.testing.op_cases import cases_of, check
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -15,13 +15,13 @@ import triton.language as tl  # noqa: E402
 from rapid_infer import ops  # noqa: E402
 from rapid_infer.engine.row_fields import SamplingFeatures  # noqa: E402
 from rapid_infer.ops import noise  # noqa: E402
-from rapid_infer.ops.providers.triton import sampling, truncate  # noqa: E402
+from rapid_infer.ops.providers.triton.sampling import gumbel_argmax, truncate  # noqa: E402
 from rapid_infer.worker.row_settings import RowSettings  # noqa: E402
 from rapid_infer.worker.sample import SamplingOps, sample_logits  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF = math.inf
-TRITON = SamplingOps(truncate.truncate_logits, sampling.gumbel_argmax)
+TRITON = SamplingOps(truncate.truncate_logits, gumbel_argmax.gumbel_argmax)
 SMALL = {"GROUP": 4, "LANES": 16, "AIM": 32, "ROOM": 64, "FEW": 16, "STEP": 8, "BLOCK": 64}
 
 
@@ -30,7 +30,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a few hundred tokens then have many blocks, and more candidates than there is room for."""
     for name, value in SMALL.items():
         monkeypatch.setattr(truncate, name, value)
-    monkeypatch.setattr(sampling, "BLOCK", 64)
+    monkeypatch.setattr(gumbel_argmax, "BLOCK", 64)
 
 
 def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -191,10 +191,10 @@ def test_a_row_that_is_not_finite_or_asks_for_nothing_is_left_alone() -> None:
 def _uniform_kernel(seed_ptr, index_ptr, position_ptr, out_ptr, SIZE: tl.constexpr):
     row = tl.program_id(0)
     seed, index, position = tl.load(seed_ptr + row), tl.load(index_ptr + row), tl.load(position_ptr + row)
-    low = sampling._row_key(tl.full((), sampling.LOW_KEY, tl.uint32), seed, index, position)
-    high = sampling._row_key(tl.full((), sampling.HIGH_KEY, tl.uint32), seed, index, position)
+    low = gumbel_argmax._row_key(tl.full((), gumbel_argmax.LOW_KEY, tl.uint32), seed, index, position)
+    high = gumbel_argmax._row_key(tl.full((), gumbel_argmax.HIGH_KEY, tl.uint32), seed, index, position)
     ids = tl.arange(0, SIZE)
-    tl.store(out_ptr + row * SIZE + ids, sampling._uniform(low, high, ids))
+    tl.store(out_ptr + row * SIZE + ids, gumbel_argmax._uniform(low, high, ids))
 
 
 def test_the_noise_has_the_same_bits() -> None:
@@ -216,7 +216,7 @@ def test_draws_are_the_references(rows: int, scale: float) -> None:
     row = torch.arange(rows, device=DEVICE)
     temperature = torch.where(row % 4 == 3, 0.0, 0.1 + row / 8)
     keys = temperature, row * 2**33 - 9, row.int() % 3, row + 7
-    for want, got in zip(ops.gumbel_argmax(logits, *keys), sampling.gumbel_argmax(logits, *keys)):
+    for want, got in zip(ops.gumbel_argmax(logits, *keys), gumbel_argmax.gumbel_argmax(logits, *keys)):
         assert want.dtype == got.dtype
         assert torch.equal(want, got)
 
@@ -226,9 +226,9 @@ def test_a_row_alone_draws_what_it_draws_among_others() -> None:
     torch.manual_seed(0)
     logits, row = torch.randn(9, 300, device=DEVICE), torch.arange(9, device=DEVICE)
     keys = torch.ones(9, device=DEVICE), row, row, row
-    together, _ = sampling.gumbel_argmax(logits, *keys)
+    together, _ = gumbel_argmax.gumbel_argmax(logits, *keys)
     for i in (0, 8):
-        alone, _ = sampling.gumbel_argmax(logits[i : i + 1], *(key[i : i + 1] for key in keys))
+        alone, _ = gumbel_argmax.gumbel_argmax(logits[i : i + 1], *(key[i : i + 1] for key in keys))
         assert alone[0] == together[i]
 
 

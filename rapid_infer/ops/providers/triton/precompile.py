@@ -41,7 +41,7 @@ class Launch:
 
     @property
     def name(self) -> str:
-        return f"{self.kernel.fn.__module__.rpartition('.')[2]}.{self.kernel.fn.__name__}"
+        return f"{self.kernel.fn.__module__}.{self.kernel.fn.__name__}"
 
     @property
     def size(self) -> int:

@@ -9,9 +9,9 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rapid_infer.ops.providers.triton.experts_kernels import combine_kernel, down_kernel, gate_up_kernel
-from rapid_infer.ops.providers.triton.experts_plan import experts_plan
-from rapid_infer.ops.providers.triton.experts_tma import down_tma_kernel, gate_up_tma_kernel
+from rapid_infer.ops.providers.triton.experts.kernels import combine_kernel, down_kernel, gate_up_kernel
+from rapid_infer.ops.providers.triton.experts.plan import experts_plan
+from rapid_infer.ops.providers.triton.experts.tma import down_tma_kernel, gate_up_tma_kernel
 from rapid_infer.ops.providers.triton.launch import has_tma, num_multiprocessors, options
 
 TILES_SHARING = 8

@@ -12,8 +12,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
-from rapid_infer.ops.providers.triton.attention_hopper_copy import PAGE, copy_partition, span, take
-from rapid_infer.ops.providers.triton.attention_hopper_step import ROWS, add, give_back, scores, step, weigh
+from rapid_infer.ops.providers.triton.attention.hopper_copy import PAGE, copy_partition, span, take
+from rapid_infer.ops.providers.triton.attention.hopper_step import ROWS, add, give_back, scores, step, weigh
 
 _LOG2E = gl.constexpr(math.log2(math.e))
 _LN2 = gl.constexpr(math.log(2))

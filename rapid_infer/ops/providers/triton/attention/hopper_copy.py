@@ -6,9 +6,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from rapid_infer.ops.providers.triton import attention_prefill_config
+from rapid_infer.ops.providers.triton.attention import prefill_config
 
-PAGE = gl.constexpr(attention_prefill_config.PAGE)
+PAGE = gl.constexpr(prefill_config.PAGE)
 """Keys that are copied at once."""
 LONG = gl.constexpr(8)
 """Pages that all tokens see from which on they are taken in pairs."""

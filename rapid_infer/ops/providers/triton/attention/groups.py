@@ -5,7 +5,7 @@ sorted by one of their first blocks, which brings those together that may share,
 a run of rows of which each shares blocks with the one before it; it shares as many as the least of these.
 
 The shared tiles of all groups are work of its own. Up to PACK rows of a group are an item; items stand in one line,
-which is cut into slices of equal length, as the rows of attention_plan are.
+which is cut into slices of equal length, as the rows of `plan.py` are.
 """
 
 from __future__ import annotations

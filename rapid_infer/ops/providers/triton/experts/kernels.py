@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rapid_infer.ops.providers.triton.attention_tile import matmul
+from rapid_infer.ops.providers.triton.attention.tile import matmul
 from rapid_infer.ops.providers.triton.launch import start_next, wait_previous
 
 

@@ -1,4 +1,4 @@
-"""Attention of rows with one token: a program per slice of the work (see attention_plan) and kv head.
+"""Attention of rows with one token: a program per slice of the work (see `plan.py`) and kv head.
 
 All query heads that share a kv head go together, padded to what a tensor core takes.
 """
@@ -12,16 +12,16 @@ import triton.language as tl
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
-from rapid_infer.ops.providers.triton import attention_groups
-from rapid_infer.ops.providers.triton.attention_plan import decode_plan, first_tile, row_part
-from rapid_infer.ops.providers.triton.attention_shared import (
+from rapid_infer.ops.providers.triton.attention import groups
+from rapid_infer.ops.providers.triton.attention.plan import decode_plan, first_tile, row_part
+from rapid_infer.ops.providers.triton.attention.shared import (
     arrive,
     attend_shared,
     queries_per_item,
     rows_per_item,
     shared_by,
 )
-from rapid_infer.ops.providers.triton.attention_tile import (
+from rapid_infer.ops.providers.triton.attention.tile import (
     add_parts,
     attend,
     last_to_arrive,
@@ -192,7 +192,7 @@ def decode(
     scales: dict[str, Any],
     constants: dict[str, int],
 ) -> None:
-    """Write `out` and `lse` for the first `num_decodes` tokens; `scales` and `constants` as attention_tile makes them.
+    """Write `out` and `lse` for the first `num_decodes` tokens; `scales` and `constants` as `tile.py` makes them.
 
     Other arguments as the op's; strides of both caches are the same.
     """
@@ -215,7 +215,7 @@ def decode(
         q.stride(0), q.stride(1), metadata.block_table.stride(0), *k_cache.stride()[:3], window or 0,
         rows=metadata.num_decodes, KV_HEADS=kv_heads, GROUP_PAD=group_pad, ROW_COST=plan.row_cost,
         COUNT=max(COMBINED_AT_ONCE // (group_pad * dim_pad), 1),
-        PACK=pack, QUERIES=queries_per_item(q), ITEM_COST=attention_groups.ITEM_COST,
+        PACK=pack, QUERIES=queries_per_item(q), ITEM_COST=groups.ITEM_COST,
         WINDOW=window is not None, SINKS=sinks is not None, LSE=lse is not None,
         num_warps=WARPS, num_stages=STAGES, **scales, **constants, **options(q),
     )  # fmt: skip

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
-from rapid_infer.ops.providers.triton.linear import chosen, product
+from rapid_infer.ops.providers.triton.linear.linear import chosen, product
 from rapid_infer.ops.router_logits import router_logits as reference
 
 

@@ -7,8 +7,8 @@ from functools import cache
 
 import torch
 
-from rapid_infer.ops.providers.triton.linear_config import Config, padded_rows
-from rapid_infer.ops.providers.triton.linear_tuned import TUNED
+from rapid_infer.ops.providers.triton.linear.config import Config, padded_rows
+from rapid_infer.ops.providers.triton.linear.tuned import TUNED
 
 MAX_ROWS = 64
 """With more tokens a product is bound by arithmetic, and cuBLAS is better at that."""

@@ -1,4 +1,4 @@
-"""Decode attention of what rows share: items of rows that read the same blocks together (see attention_groups).
+"""Decode attention of what rows share: items of rows that read the same blocks together (see `groups.py`).
 
 Programs of the decode kernel do a share of it before the rows' own keys. The last to be done with anything of an item,
 its shared tiles or a row's own keys, puts the item's results together.
@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
-from rapid_infer.ops.providers.triton import attention_groups
-from rapid_infer.ops.providers.triton.attention_plan import row_part
-from rapid_infer.ops.providers.triton.attention_tile import attend, load_part, merge, store_part, write_row
+from rapid_infer.ops.providers.triton.attention import groups
+from rapid_infer.ops.providers.triton.attention.plan import row_part
+from rapid_infer.ops.providers.triton.attention.tile import attend, load_part, merge, store_part, write_row
 
 SHARING = True
 """For measurements: False makes every row read all its keys."""
@@ -27,9 +27,9 @@ FP32_QUERIES = 16
 def rows_per_item(q: Tensor, metadata: AttentionMetadata, window: int | None, constants: dict[str, int]) -> int:
     """How many rows read shared blocks together; 0 where none may: by shapes and bounds, never by lengths."""
     rows, group, block_size = metadata.num_decodes, constants["GROUP"], constants["BLOCK_SIZE"]
-    possible = metadata.max_seq_len > attention_groups.MIN_BLOCKS * block_size
+    possible = metadata.max_seq_len > groups.MIN_BLOCKS * block_size
     whole = block_size % constants["TILE"] == 0
-    if not (SHARING and 2 <= rows <= attention_groups.MAX_ROWS and window is None and possible and whole):
+    if not (SHARING and 2 <= rows <= groups.MAX_ROWS and window is None and possible and whole):
         return 0
     rows_of_item = queries_per_item(q) // group
     return rows_of_item if rows_of_item >= 2 else 0

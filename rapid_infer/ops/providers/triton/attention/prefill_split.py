@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
-from rapid_infer.ops.providers.triton.attention_tile import last_to_arrive, load_part, merge, store_part
+from rapid_infer.ops.providers.triton.attention.tile import last_to_arrive, load_part, merge, store_part
 from rapid_infer.ops.providers.triton.launch import num_multiprocessors
 
 PROGRAMS_PER_MULTIPROCESSOR = 2

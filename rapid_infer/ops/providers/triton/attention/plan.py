@@ -1,7 +1,7 @@
 """How a step's decode rows are cut into equal shares of work: once per step, on the device.
 
-Work is counted in tiles of keys, without those that rows share (see attention_groups). The tiles of all rows stand in
-one line, those of a row after ROW_COST more units for what a row costs besides. The line is cut into slices of equal
+Work is counted in tiles of keys, without those that rows share (see `groups.py`). The tiles of all rows stand in one
+line, those of a row after ROW_COST more units for what a row costs besides. The line is cut into slices of equal
 length, and one program per slice and kv head works through its slice, so that programs finish together however lengths
 are mixed, and those that run side by side read neighbouring heads of the same pages. A row that lies in several slices
 leaves partial results, which the program that comes last to it puts together.
@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
-from rapid_infer.ops.providers.triton import attention_groups
-from rapid_infer.ops.providers.triton.attention_groups import (
+from rapid_infer.ops.providers.triton.attention import groups
+from rapid_infer.ops.providers.triton.attention.groups import (
     SharedPlan,
     empty_shared_plan,
     find_groups,
@@ -203,8 +203,8 @@ def decode_plan(
            shared.quota, shared.arrived)),
         TILE=tile, ROW_COST=ROW_COST, MIN_QUOTA=MIN_QUOTA, PART_COST=part_cost, WINDOW=window is not None,
         HEADS_PAD=triton.next_power_of_2(kv_heads), ROWS=at_once, PACK=pack, BLOCK_SIZE=block_size,
-        MIN_BLOCKS=attention_groups.MIN_BLOCKS, MIN_SAVED=attention_groups.MIN_SAVED,
-        COLUMNS=max(attention_groups.COMPARED_AT_ONCE // at_once, 1), ITEM_COST=attention_groups.ITEM_COST,
-        MIN_SHARED_QUOTA=attention_groups.MIN_QUOTA, num_warps=8 if pack else 4, **options(metadata.seq_lens),
+        MIN_BLOCKS=groups.MIN_BLOCKS, MIN_SAVED=groups.MIN_SAVED,
+        COLUMNS=max(groups.COMPARED_AT_ONCE // at_once, 1), ITEM_COST=groups.ITEM_COST,
+        MIN_SHARED_QUOTA=groups.MIN_QUOTA, num_warps=8 if pack else 4, **options(metadata.seq_lens),
     )  # fmt: skip
     return plan

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
-from rapid_infer.ops.providers.triton.slots import block_of, slot_in
+from rapid_infer.ops.providers.triton.step.slots import block_of, slot_in
 from rapid_infer.ops.step_inputs import MixedInputs, StepLayout
 
 UPDATES_AT_ONCE = 64

@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
-from rapid_infer.ops.providers.triton.attention_prefill_plan import ENTRY, prefill_plan
-from rapid_infer.ops.providers.triton.attention_tile import matmul, score_scales
+from rapid_infer.ops.providers.triton.attention.prefill_plan import ENTRY, prefill_plan
+from rapid_infer.ops.providers.triton.attention.tile import matmul, score_scales
 from rapid_infer.ops.providers.triton.launch import num_multiprocessors, options, start_next, wait_previous
 
 QUERIES = 128

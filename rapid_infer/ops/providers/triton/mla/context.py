@@ -7,10 +7,10 @@ import triton.language as tl
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
-from rapid_infer.ops.providers.triton.attention_prefill_plan import ENTRY, prefill_plan
-from rapid_infer.ops.providers.triton.attention_tile import finish
-from rapid_infer.ops.providers.triton.latent_tile import attend_latent, check_strides, latent_shape, load_query
+from rapid_infer.ops.providers.triton.attention.prefill_plan import ENTRY, prefill_plan
+from rapid_infer.ops.providers.triton.attention.tile import finish
 from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
+from rapid_infer.ops.providers.triton.mla.tile import attend_latent, check_strides, latent_shape, load_query
 
 QUERIES = 64
 """Query heads of a tile, all its tokens together: their results stay in registers."""

@@ -6,8 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from rapid_infer.ops.providers.triton.attention_hopper_copy import PAGE, place
-from rapid_infer.ops.providers.triton.attention_prefill_config import QUERIES
+from rapid_infer.ops.providers.triton.attention.hopper_copy import PAGE, place
+from rapid_infer.ops.providers.triton.attention.prefill_config import QUERIES
 
 ROWS = gl.constexpr(QUERIES // 2)
 """Query heads of a warpgroup, of which there are two."""

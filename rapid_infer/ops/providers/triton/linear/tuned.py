@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rapid_infer.ops.providers.triton.linear_config import Config
+from rapid_infer.ops.providers.triton.linear.config import Config
 
 TUNED: dict[tuple[int, int, int, bool], Config | None] = {
     (6144, 4096, 1, False): Config(4, 4096, gemv=True, ahead=1),

@@ -9,9 +9,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
-from rapid_infer.ops.providers.triton.attention_hopper import hopper_kernel
-from rapid_infer.ops.providers.triton.attention_prefill_config import PAGE, PrefillConfig, tma_view
-from rapid_infer.ops.providers.triton.attention_prefill_plan import ENTRY
+from rapid_infer.ops.providers.triton.attention.hopper import hopper_kernel
+from rapid_infer.ops.providers.triton.attention.prefill_config import PAGE, PrefillConfig, tma_view
+from rapid_infer.ops.providers.triton.attention.prefill_plan import ENTRY
 from rapid_infer.ops.providers.triton.launch import num_multiprocessors, options
 
 REGISTERS = 168

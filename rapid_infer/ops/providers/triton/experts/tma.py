@@ -1,4 +1,4 @@
-"""The grouped products of experts_kernels for tiles of many choices, with weights that TMA copies.
+"""The grouped products of `kernels.py` for tiles of many choices, with weights that TMA copies.
 
 A program takes one (tile, block of outputs) after another, and copies for the next while it ends the last.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rapid_infer.ops.providers.triton.attention_tile import matmul
-from rapid_infer.ops.providers.triton.experts_kernels import choices_of, position, write
+from rapid_infer.ops.providers.triton.attention.tile import matmul
+from rapid_infer.ops.providers.triton.experts.kernels import choices_of, position, write
 from rapid_infer.ops.providers.triton.launch import start_next, wait_previous
 
 _AT_ONCE = tl.constexpr(1024)

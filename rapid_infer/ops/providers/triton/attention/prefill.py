@@ -13,18 +13,18 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
-from rapid_infer.ops.providers.triton import attention_prefill_split
-from rapid_infer.ops.providers.triton.attention_pages import attend_pages
-from rapid_infer.ops.providers.triton.attention_prefill_config import (
+from rapid_infer.ops.providers.triton.attention import prefill_split
+from rapid_infer.ops.providers.triton.attention.pages import attend_pages
+from rapid_infer.ops.providers.triton.attention.prefill_config import (
     PAGE,
     PrefillConfig,
     choose,
     has_hopper_kernel,
     tma_view,
 )
-from rapid_infer.ops.providers.triton.attention_prefill_plan import ENTRY, prefill_plan
-from rapid_infer.ops.providers.triton.attention_prefill_split import add_up, find_part, make_parts
-from rapid_infer.ops.providers.triton.attention_tile import attend, finish
+from rapid_infer.ops.providers.triton.attention.prefill_plan import ENTRY, prefill_plan
+from rapid_infer.ops.providers.triton.attention.prefill_split import add_up, find_part, make_parts
+from rapid_infer.ops.providers.triton.attention.tile import attend, finish
 from rapid_infer.ops.providers.triton.launch import num_multiprocessors, options, start_next, wait_previous
 
 
@@ -186,7 +186,7 @@ def prefill(
     per_tile = max(config.queries // group, 1)
     if config.hopper:
         # Imported where it is used: Gluon is experimental, and of no use elsewhere.
-        from rapid_infer.ops.providers.triton.attention_hopper_launch import prefill_hopper
+        from rapid_infer.ops.providers.triton.attention.hopper_launch import prefill_hopper
 
         plan = prefill_plan(metadata, q.shape[0], per_tile)
         prefill_hopper(q, k_cache, v_cache, out, lse, metadata, plan, window, sinks, scales, config)
@@ -210,7 +210,7 @@ def prefill(
         metadata.block_table, plan, *of_parts,
         q.stride(0), q.stride(1), metadata.block_table.stride(0), *k_cache.stride()[:3], window or 0,
         KV_HEADS=kv_heads, TOKENS=per_tile, M=m, TMA=config.tma, STAGES=config.stages,
-        PARTS=0 if parts is None else parts.count, MIN_TILES=attention_prefill_split.MIN_TILES,
+        PARTS=0 if parts is None else parts.count, MIN_TILES=prefill_split.MIN_TILES,
         WINDOW=window is not None, SINKS=sinks is not None, LSE=lse is not None,
         num_warps=config.warps, num_stages=config.stages,
         **scales, **{**constants, "TILE": config.keys}, **options(q),

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rapid_infer.ops.providers.triton.attention_tile import load_blocks, matmul, score_scales
+from rapid_infer.ops.providers.triton.attention.tile import load_blocks, matmul, score_scales
 
 TILE = 32
 """Keys; of 576 values each, 36 KiB in 16 bits."""

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
-from rapid_infer.ops.providers.triton.truncate_search import LEAST, end_of, key_of, last_place
+from rapid_infer.ops.providers.triton.sampling.truncate_search import LEAST, end_of, key_of, last_place
 
 GROUP = 16
 """Elements of a group, at least."""

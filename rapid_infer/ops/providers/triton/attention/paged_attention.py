@@ -7,9 +7,9 @@ from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.attention_params import AttentionParams
-from rapid_infer.ops.providers.triton.attention_decode import decode
-from rapid_infer.ops.providers.triton.attention_prefill import prefill
-from rapid_infer.ops.providers.triton.attention_tile import score_scales, tile_constants
+from rapid_infer.ops.providers.triton.attention.decode import decode
+from rapid_infer.ops.providers.triton.attention.prefill import prefill
+from rapid_infer.ops.providers.triton.attention.tile import score_scales, tile_constants
 
 
 def paged_attention(

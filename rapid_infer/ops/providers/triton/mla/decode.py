@@ -1,4 +1,4 @@
-"""Latent attention of rows with one token: a program per slice of the work (see attention_plan) and block of heads.
+"""Latent attention of rows with one token: a program per block of heads and slice of `attention/plan.py`.
 
 All heads share the keys, so they go together as the rows of one matrix.
 """
@@ -10,11 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
-from rapid_infer.ops.providers.triton.attention_decode import combine, leave_part
-from rapid_infer.ops.providers.triton.attention_plan import decode_plan, row_part
-from rapid_infer.ops.providers.triton.attention_tile import write_row
-from rapid_infer.ops.providers.triton.latent_tile import attend_latent, check_strides, latent_shape, load_query
+from rapid_infer.ops.providers.triton.attention.decode import combine, leave_part
+from rapid_infer.ops.providers.triton.attention.plan import decode_plan, row_part
+from rapid_infer.ops.providers.triton.attention.tile import write_row
 from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
+from rapid_infer.ops.providers.triton.mla.tile import attend_latent, check_strides, latent_shape, load_query
 
 MOST_HEADS = 64
 """In a program: their results stay in registers."""

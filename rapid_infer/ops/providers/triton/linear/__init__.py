@@ -1,0 +1,1 @@
+"""Products of tokens and a weight."""

@@ -1,0 +1,1 @@
+"""Both ends of a step: its inputs, and the tokens that it gave."""
