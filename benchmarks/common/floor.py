@@ -39,7 +39,7 @@ class DenseModel:
 
     @classmethod
     def read(cls, config: dict[str, Any]) -> DenseModel | None:
-        """None for models with experts or latent attention."""
+        """None for models with experts or MLA."""
         if any(name in config for name in ("num_experts", "n_routed_experts", "kv_lora_rank")):
             return None
         heads = config["num_attention_heads"]

@@ -1,4 +1,4 @@
-"""Inputs of the operators that mixtures of experts and latent attention add, where the model's config has them."""
+"""Inputs of the operators that mixtures of experts and MLA add, where the model's config has them."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def _moe(s: Shape) -> Iterator[OpCase]:
         yield OpCase("fused_experts", label, make_experts, nbytes, flops, cold, extra)
 
 
-@builds("latent_kv_write", "latent_decode", "latent_context", "latent_prefill")
-def _latent(s: Shape) -> Iterator[OpCase]:
+@builds("mla_kv_write", "mla_decode", "mla_context", "mla_prefill")
+def _mla(s: Shape) -> Iterator[OpCase]:
     rank, rope, nope, v = _need(s, "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
     width, item = rank + rope, s.dtype.itemsize
     for t in s.pick(TOKENS):
@@ -88,14 +88,14 @@ def _latent(s: Shape) -> Iterator[OpCase]:
             }
 
         nbytes = values(2 * t * (s.heads * rope + width), size=item)
-        yield OpCase("latent_kv_write", f"{t} x {s.heads} heads", make_write, nbytes)
+        yield OpCase("mla_kv_write", f"{t} x {s.heads} heads", make_write, nbytes)
     decode = {"decode 1 x 384": [384], "decode 32 x 640": [640] * 32, "decode 256 x 1024": [1024] * 256}
     for label, lengths in list(decode.items())[: 1 if s.quick else None]:
-        yield _attend("latent_decode", label, s, lengths, [1] * len(lengths), (rank, rope), sum(lengths))
+        yield _attend("mla_decode", label, s, lengths, [1] * len(lengths), (rank, rope), sum(lengths))
     steps = {"64 after 2048, 32 rows": (2112, 64, 32), "8192 after 8192": (16384, 8192, 1)}
     steps = {"8 after 32": (40, 8, 1)} if s.quick else steps
     for label, (n, m, rows) in steps.items():
-        yield _attend("latent_context", label, s, [n] * rows, [m] * rows, (rank, rope), rows * m * (n - m))
+        yield _attend("mla_context", label, s, [n] * rows, [m] * rows, (rank, rope), rows * m * (n - m))
     for label, lengths in {"128": [128]}.items() if s.quick else {"8192": [8192], "512 x 16": [512] * 16}.items():
         yield _together(label, s, lengths, (nope, rope, v))
 
@@ -112,7 +112,7 @@ def _attend(
         cache, q = s.rand(blocks, BLOCK_SIZE, width), s.rand(tokens, s.heads, width)
         made = {"q": q, "cache": cache, "metadata": metadata, "scale": width**-0.5, "rank": rank}
         made["out"] = s.rand(tokens, s.heads, rank)
-        if op == "latent_context":
+        if op == "mla_context":
             made["lse"] = torch.empty(tokens, s.heads, device=s.device)
         return made
 
@@ -140,4 +140,4 @@ def _together(label: str, s: Shape, lengths: list[int], sizes: tuple[int, int, i
     seen = sum(n * (n + 1) // 2 for n in lengths)
     nbytes = values(tokens * (s.heads * (2 * nope + rope + 2 * v) + rope), size=s.dtype.itemsize)
     extra = {"nope_dim": nope, "rope_dim": rope, "v_dim": v}
-    return OpCase("latent_prefill", label, make, nbytes, 2 * seen * s.heads * (nope + rope + v), extra=extra)
+    return OpCase("mla_prefill", label, make, nbytes, 2 * seen * s.heads * (nope + rope + v), extra=extra)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from rapid_infer.cache.groups import GroupPolicy, PagedPolicy, WindowPolicy, blocks_for
 
-__all__ = ["CacheGroup", "CacheSpec", "FullKV", "LatentKV", "blocks_for"]
+__all__ = ["MLAKV", "CacheGroup", "CacheSpec", "FullKV", "blocks_for"]
 
 KEY_TILE = 256
 """Attention reads whole tiles of keys, of at most this many: a window's first tile begins before the window. What it
@@ -91,7 +91,7 @@ class FullKV(_PerToken):
 
 
 @dataclass(frozen=True)
-class LatentKV(_PerToken):
+class MLAKV(_PerToken):
     """A latent and a rope key that all heads share: `[layers, blocks, block_size, rank + rope_dim]`.
 
     Every rank holds the same values: tensor parallelism does not divide them.

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rapid_infer.cache.spec import LatentKV
+from rapid_infer.cache.spec import MLAKV
 from rapid_infer.layers.attention import CachedModule
 from rapid_infer.layers.batch import ForwardBatch
 from rapid_infer.layers.context import BuildContext
@@ -26,7 +26,7 @@ LATENT_EPS = 1e-6
 
 
 @dataclass(frozen=True)
-class LatentAttentionConfig:
+class MLAConfig:
     """Sizes as the published configs name them. `q_lora_rank` None: queries come straight from the hidden state."""
 
     hidden_size: int
@@ -44,7 +44,7 @@ class LatentAttentionConfig:
         return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * self.rope.score_factor
 
 
-class LatentUpProjection(MatrixModule):
+class MLAUpProjection(MatrixModule):
     """W `[heads * (nope + v), rank]`: each head's key matrix, then its value matrix; cut by heads.
 
     Decoding multiplies queries and results by it instead of the cached latents (absorption), so its format is asked for
@@ -72,7 +72,7 @@ class LatentUpProjection(MatrixModule):
         self.key, self.value = by_head[:, : self.nope], by_head[:, self.nope :].transpose(1, 2)
 
 
-class LatentAttention(CachedModule):
+class MLAAttention(CachedModule):
     """From hidden states `[tokens, hidden]` to the same, with all of the layer's projections.
 
     Tokens that are alone in their row, and what rows with several held before the step, are absorbed: one product with
@@ -85,7 +85,7 @@ class LatentAttention(CachedModule):
 
     asks_for_context = True
 
-    def __init__(self, ctx: BuildContext, config: LatentAttentionConfig) -> None:
+    def __init__(self, ctx: BuildContext, config: MLAConfig) -> None:
         super().__init__()
         self.config = config
         tp, hidden, heads = ctx.parallel, config.hidden_size, config.num_attention_heads
@@ -106,16 +106,16 @@ class LatentAttention(CachedModule):
             self.q_a_layernorm = RMSNorm(ctx.sub("q_a_layernorm"), q_rank, LATENT_EPS)
             self.q_b_proj = ColumnParallelLinear(ctx.sub("q_b_proj"), q_rank, heads * (nope + rope))
         self.kv_a_layernorm = RMSNorm(ctx.sub("kv_a_layernorm"), rank, LATENT_EPS)
-        self.kv_b_proj = LatentUpProjection(ctx.sub("kv_b_proj"), heads, nope, config.v_head_dim, rank)
+        self.kv_b_proj = MLAUpProjection(ctx.sub("kv_b_proj"), heads, nope, config.v_head_dim, rank)
         self.o_proj = RowParallelLinear(ctx.sub("o_proj"), heads * config.v_head_dim, hidden)
         self.scale = config.scale
         self.table = rope_table(ctx, config.rope)
-        self.cache_spec = LatentKV(rank, rope, str(ctx.dtype).removeprefix("torch."))
+        self.cache_spec = MLAKV(rank, rope, str(ctx.dtype).removeprefix("torch."))
         self.cache = torch.empty(0)
-        self._write = ctx.op("latent_kv_write", rank=rank, rope_dim=rope)
+        self._write = ctx.op("mla_kv_write", rank=rank, rope_dim=rope)
         info = {"rank": rank, "rope_dim": rope, "block_size": ctx.block_size}
-        self._decode, self._context = ctx.op("latent_decode", **info), ctx.op("latent_context", **info)
-        self._prefill = ctx.op("latent_prefill", nope_dim=nope, rope_dim=rope, v_dim=config.v_head_dim)
+        self._decode, self._context = ctx.op("mla_decode", **info), ctx.op("mla_context", **info)
+        self._prefill = ctx.op("mla_prefill", nope_dim=nope, rope_dim=rope, v_dim=config.v_head_dim)
 
     def bind_cache(self, group: int, cache: Tensor) -> None:
         self.cache_group, self.cache = group, cache

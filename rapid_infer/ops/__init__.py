@@ -8,12 +8,12 @@ from rapid_infer.ops.attention_params import AttentionParams, lacks
 from rapid_infer.ops.embedding import embedding
 from rapid_infer.ops.fused_experts import fused_experts
 from rapid_infer.ops.gumbel_argmax import gumbel_argmax
-from rapid_infer.ops.latent_attention import latent_context, latent_decode
-from rapid_infer.ops.latent_kv_write import latent_kv_write
-from rapid_infer.ops.latent_prefill import latent_prefill
 from rapid_infer.ops.linear import linear
 from rapid_infer.ops.linear_silu_and_mul import linear_silu_and_mul
 from rapid_infer.ops.lm_head import lm_head, lm_head_argmax
+from rapid_infer.ops.mla_attention import mla_context, mla_decode
+from rapid_infer.ops.mla_kv_write import mla_kv_write
+from rapid_infer.ops.mla_prefill import mla_prefill
 from rapid_infer.ops.paged_attention import paged_attention
 from rapid_infer.ops.registry import OPS, BoundOp, Op, OpInfo, OpResolver, load_providers, op, register, register_lazy
 from rapid_infer.ops.rms_norm import fused_add_rms_norm, rms_norm
@@ -39,16 +39,16 @@ __all__ = [
     "fused_experts",
     "gumbel_argmax",
     "lacks",
-    "latent_context",
-    "latent_decode",
-    "latent_kv_write",
-    "latent_prefill",
     "linear",
     "linear_silu_and_mul",
     "lm_head",
     "lm_head_argmax",
     "load_providers",
     "mixed_inputs",
+    "mla_context",
+    "mla_decode",
+    "mla_kv_write",
+    "mla_prefill",
     "op",
     "paged_attention",
     "qk_norm_rope_kv_write",

@@ -15,7 +15,7 @@ from rapid_infer.worker.graph_runner import DECODE, GREEDY, MIXED
 
 VOCAB = 199
 
-LATENT: tuple[str, dict[str, Any]] = (
+MLA: tuple[str, dict[str, Any]] = (
     "deepseek_v3",
     {
         "num_key_value_heads": 4,

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from attention_chunks import DTYPES, borders, check_latent, check_paged, paged_case
+from attention_chunks import DTYPES, borders, check_mla, check_paged, paged_case
 
 from rapid_infer.ops import OPS, OpInfo, load_providers
 
@@ -17,7 +17,7 @@ pytestmark = [
 ]
 PAGE = 64
 AROUND = (0, 1, 2, 31, 32, 33, PAGE - 2, PAGE - 1, PAGE, PAGE + 1)
-LATENT = {"rank": 512, "nope": 128, "rope": 64, "v": 128}
+MLA = {"rank": 512, "nope": 128, "rope": 64, "v": 128}
 """Keys of 192 features, values of 128, in a cache of 576."""
 
 
@@ -40,14 +40,12 @@ def test_contexts_of_every_length(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_latent_chunks_and_contexts(dtype: torch.dtype) -> None:
-    for name in ("latent_context", "latent_prefill"):
+    for name in ("mla_context", "mla_prefill"):
         info = {"rank": 512, "rope_dim": 64, "block_size": PAGE, "nope_dim": 128, "v_dim": 128}
         if reasons := OPS[name].providers["triton"].supports(OpInfo.of("cuda", dtype, **info)):
             pytest.skip("; ".join(reasons))
-    check_latent(
-        borders(AROUND, (1, 2, 33, PAGE - 1, PAGE, PAGE + 1)), 16, **LATENT, size=PAGE, dtype=dtype, device="cuda"
-    )
-    check_latent(borders((0, 1, PAGE), range(2, PAGE + 2)), 16, **LATENT, size=PAGE, dtype=dtype, device="cuda")
+    check_mla(borders(AROUND, (1, 2, 33, PAGE - 1, PAGE, PAGE + 1)), 16, **MLA, size=PAGE, dtype=dtype, device="cuda")
+    check_mla(borders((0, 1, PAGE), range(2, PAGE + 2)), 16, **MLA, size=PAGE, dtype=dtype, device="cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

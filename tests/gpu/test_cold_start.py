@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 SIZES = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 2000}
-LATENT = {
+MLA = {
     "num_key_value_heads": 4, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
     "q_lora_rank": None, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
     "first_k_dense_replace": 1, "hidden_size": 256, "num_attention_heads": 4, "head_dim": 64,
@@ -34,7 +34,7 @@ OPTIONS: dict[str, Any] = {"max_num_seqs": 24, "max_num_batched_tokens": 1024, "
     [
         ("qwen3", {**SIZES, "head_dim": 128, "tie_word_embeddings": True}, {}),
         ("qwen3_moe", {**SIZES, "head_dim": 64, **EXPERTS}, {"enforce_eager": True}),
-        ("deepseek_v2", LATENT, {}),
+        ("deepseek_v2", MLA, {}),
     ],
 )
 def test_nothing_is_compiled_after_the_start(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_traffic import LATENT, PROFILES, graphs_of, params, prompts, replays, tokens, traffic
+from gpu_traffic import MLA, PROFILES, graphs_of, params, prompts, replays, tokens, traffic
 
 from rapid_infer import LLM
 from rapid_infer.worker.graph_recorder import GraphRecorder
@@ -35,7 +35,7 @@ def model(tiny):
     return tiny("qwen3")
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("qwen3", "bfloat16"), ("qwen3", "float32"), ("latent", "bfloat16")])
+@pytest.mark.parametrize(("name", "dtype"), [("qwen3", "bfloat16"), ("qwen3", "float32"), ("mla", "bfloat16")])
 def test_replays_give_the_bits_of_the_same_code_run_eagerly(name, dtype, tiny, open_llm, monkeypatch):
     """After each replayed step, its state is put back and the step runs again without the graphs."""
     code: dict[Any, Callable[[], Any]] = {}
@@ -48,7 +48,7 @@ def test_replays_give_the_bits_of_the_same_code_run_eagerly(name, dtype, tiny, o
 
     monkeypatch.setattr(GraphRecorder, "record", keep)
     # Its own engine, by an option that nobody else sets, since its graphs must be recorded here.
-    llm = open_llm(tiny(*LATENT) if name == "latent" else tiny(name), dtype=dtype, queue_depth=1, seed=1)
+    llm = open_llm(tiny(*MLA) if name == "mla" else tiny(name), dtype=dtype, queue_depth=1, seed=1)
     graphs, runner = graphs_of(llm), llm.engine.executor.runner
     device_rows, launch, launch_forward = runner.device_rows, runner.launch, graphs.launch_forward
     steps: Counter[tuple[str, str, int]] = Counter()

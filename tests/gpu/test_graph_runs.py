@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from gpu_traffic import LATENT, PROFILES, graphs_of, params, prompts, record_all, replays, tokens, traffic
+from gpu_traffic import MLA, PROFILES, graphs_of, params, prompts, record_all, replays, tokens, traffic
 
 from rapid_infer import SamplingParams
 from rapid_infer.worker.build import cached_modules
@@ -182,10 +182,10 @@ def test_nan_in_embeddings_fails_the_row_that_meets_it(tiny, open_llm):
     assert tokens(llm.generate([run.prompt for run in runs], greedy)) == [run.tokens for run in runs]
 
 
-@pytest.mark.parametrize("name", ["llama", "windowed", "latent"])
+@pytest.mark.parametrize("name", ["llama", "windowed", "mla"])
 def test_what_lies_in_unused_slots_does_not_matter(name, tiny, open_llm):
     windows = {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
-    model = tiny(*{"llama": ("llama",), "windowed": ("qwen3", windows), "latent": LATENT}[name])
+    model = tiny(*{"llama": ("llama",), "windowed": ("qwen3", windows), "mla": MLA}[name])
     llm = open_llm(model, queue_depth=2)
     runs = model.runs((1, 2, 15, 16, 17, 33, 70), 20)
     poison(llm, None)

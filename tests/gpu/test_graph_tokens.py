@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_traffic import LATENT, graphs_of, params, prompts, replays, tokens
+from gpu_traffic import MLA, graphs_of, params, prompts, replays, tokens
 
 from rapid_infer import LLM, SamplingParams
 from rapid_infer.errors import ConfigError
@@ -32,7 +32,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     ),
-    "latent": LATENT,
+    "mla": MLA,
     "experts": (
         "qwen3_moe",
         {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True},
@@ -54,7 +54,7 @@ ENGINES: dict[str, dict[str, Any]] = {
         *(("qwen2", engine) for engine in ("depth-1", "eager")),
         *(("qwen3", engine) for engine in ENGINES),
         ("windowed", "graphs"),
-        *(("latent", engine) for engine in ENGINES),
+        *(("mla", engine) for engine in ENGINES),
         *(("experts", engine) for engine in ("graphs", "chunks")),
     ],
 )
@@ -73,7 +73,7 @@ def test_tokens_of_transformers(name, engine, tiny, open_llm):
         assert tokens(llm.generate([run.prompt], GREEDY)) == [run.tokens]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "latent"])
+@pytest.mark.parametrize("name", ["qwen3", "mla"])
 def test_references_that_say_so_can_be_recorded(name, tiny, open_llm):
     pinned = {op: ["torch"] for op in OPS if OPS[op].providers["torch"].capturable}
     model = tiny(*MODELS[name])

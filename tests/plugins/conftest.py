@@ -115,7 +115,7 @@ def windowed(tiny: Tiny) -> TinyModel:
 
 
 @pytest.fixture(scope="session")
-def latent(tiny: Tiny) -> TinyModel:
+def mla(tiny: Tiny) -> TinyModel:
     """Caches a latent instead of keys and values, and has experts in its second layer."""
     sizes = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "q_lora_rank": None}
     experts = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "first_k_dense_replace": 1}

@@ -25,27 +25,27 @@ def script() -> ModuleType:
     return module
 
 
-def test_an_exact_model_is_reported_exact(script, latent, capsys):
-    script.main([str(latent.path), "--dtype", "float32", "--lengths", "3", "20", "--max-tokens", "4", "--json"])
+def test_an_exact_model_is_reported_exact(script, mla, capsys):
+    script.main([str(mla.path), "--dtype", "float32", "--lengths", "3", "20", "--max-tokens", "4", "--json"])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (report["equal_tokens"], report["tokens"], report["differing"]) == (8, 8, [])
     assert report["largest_logit_difference"] < 1e-4
     assert report["largest_kl"] < 1e-6
 
 
-def test_rounding_shows_in_every_number(script, latent, capsys):
-    script.main([str(latent.path), "--dtype", "bfloat16", "--lengths", "3", "20", "--max-tokens", "4"])
+def test_rounding_shows_in_every_number(script, mla, capsys):
+    script.main([str(mla.path), "--dtype", "bfloat16", "--lengths", "3", "20", "--max-tokens", "4"])
     words = capsys.readouterr().out
     assert "bfloat16 against transformers in float32, 2 prompts" in words
     assert "of 8 equal" in words
 
 
-def test_a_difference_is_counted_and_listed(script, latent, open_llm):
-    oracle = latent.oracle
+def test_a_difference_is_counted_and_listed(script, mla, open_llm):
+    oracle = mla.oracle
     (run,) = oracle.greedy(oracle.prompts([9]), 3)
     run.tokens[2] = (run.tokens[2] + 1) % 199
     run.logits[1] = run.logits[1].roll(1)
-    report = script.compare(open_llm(latent), [run], "tiny", "float32")
+    report = script.compare(open_llm(mla), [run], "tiny", "float32")
     assert (report.equal_tokens, report.tokens) == (2, 3)
     assert report.differing[0][:3] == (0, 2, run.tokens[2])
     assert report.first_logit_difference < 1e-4 < report.largest_logit_difference

@@ -24,7 +24,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "q_lora_rank": None}
+MLA = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "q_lora_rank": None}
 DENSE = {"num_key_value_heads": 4, "first_k_dense_replace": 2, "n_routed_experts": 8, "num_experts_per_tok": 3}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "num_hidden_layers": 3}
 
@@ -181,7 +181,7 @@ def test_rope_scaling_lengthens_the_context(model_type, tiny, open_llm):
     linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
     updates = {"rope_parameters": linear, "max_position_embeddings": 30}
     if model_type == "deepseek_v2":
-        model = tiny("deepseek_v2", {**LATENT, **DENSE, **updates})
+        model = tiny("deepseek_v2", {**MLA, **DENSE, **updates})
     else:
         model = tiny(model_type, updates)
     [run] = model.oracle.clear_runs([50], 10, seed=3)

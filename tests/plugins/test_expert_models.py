@@ -36,7 +36,7 @@ def yarn(mscale: float | None, mscale_all_dim: float | None) -> dict[str, Any]:
     }
 
 
-LATENT = {
+MLA = {
     "num_hidden_layers": 3,
     "num_key_value_heads": 4,
     "kv_lora_rank": 32,
@@ -48,10 +48,10 @@ LATENT = {
     "first_k_dense_replace": 1,
     "rope_parameters": yarn(0.707, 0.707),
 }
-V2_LITE = {**LATENT, "q_lora_rank": None, "n_routed_experts": 8, "num_experts_per_tok": 3, "topk_method": "greedy"}
+V2_LITE = {**MLA, "q_lora_rank": None, "n_routed_experts": 8, "num_experts_per_tok": 3, "topk_method": "greedy"}
 # Five experts a token from two groups: without the limit nearly every token would take them from three or four.
 V2 = {
-    **LATENT,
+    **MLA,
     "q_lora_rank": 40,
     "n_routed_experts": 16,
     "num_experts_per_tok": 5,
@@ -61,7 +61,7 @@ V2 = {
     "routed_scaling_factor": 3.0,
 }
 V3 = {
-    **LATENT,
+    **MLA,
     "q_lora_rank": 40,
     "n_routed_experts": 16,
     "num_experts_per_tok": 4,
@@ -105,7 +105,7 @@ def test_same_tokens_and_logits_as_transformers(name, tiny, open_llm):
 @pytest.mark.parametrize("name", ["v2", "v3"])
 def test_reference_operators_give_the_same(name, tiny, open_llm):
     model = tiny(MODELS[name][0], MODELS[name][1])
-    ops = ["latent_kv_write", "latent_decode", "latent_context", "latent_prefill", "route_experts", "fused_experts"]
+    ops = ["mla_kv_write", "mla_decode", "mla_context", "mla_prefill", "route_experts", "fused_experts"]
     llm = open_llm(model, op_priority={op: ["torch"] for op in ops}, max_num_batched_tokens=16)
     assert_exact(llm, model.oracle.clear_runs(LENGTHS, MAX_TOKENS))
     counts = llm.engine.executor.built.ops.counts()
@@ -116,7 +116,7 @@ def test_reference_operators_give_the_same(name, tiny, open_llm):
 def test_triton_operators_give_the_same(name, tiny, open_llm):
     pytest.importorskip("triton")
     model = tiny(MODELS[name][0], MODELS[name][1])
-    ops = ["latent_kv_write", "latent_decode", "latent_context", "latent_prefill", "route_experts", "fused_experts"]
+    ops = ["mla_kv_write", "mla_decode", "mla_context", "mla_prefill", "route_experts", "fused_experts"]
     llm = open_llm(model, op_priority={op: ["triton"] for op in ops}, max_num_batched_tokens=16)
     assert_exact(llm, model.oracle.clear_runs((3, 20), 3))
     assert llm.engine.executor.built.ops.counts()["fused_experts=triton"] > 0

@@ -18,7 +18,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "decoder_sparse_step": 1},
     ),
-    "latent": (
+    "mla": (
         "deepseek_v2",
         {
             "num_key_value_heads": 4,

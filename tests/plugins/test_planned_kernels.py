@@ -25,10 +25,10 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is n
 H200 = GpuInfo("NVIDIA H200", (9, 0), 132)
 
 
-def test_one_layer_of_each_kind_launches_all_kernels(qwen3, latent) -> None:
+def test_one_layer_of_each_kind_launches_all_kernels(qwen3, mla) -> None:
     script = Path(__file__).parent / "planned_kernels.py"
     env = {**os.environ, "TRITON_INTERPRET": "0"}
-    paths = [str(model.path) for model in (qwen3, latent)]
+    paths = [str(model.path) for model in (qwen3, mla)]
     done = subprocess.run([sys.executable, str(script), *paths], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found_all = json.loads(done.stdout.splitlines()[-1])

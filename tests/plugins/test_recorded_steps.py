@@ -86,7 +86,7 @@ def test_settings_one_after_another_and_side_by_side(depth: int, qwen3, pair: Pa
     check(both, prompts([1, 5, 9, 30, 3, 17, 2, 26, 11], seed=1), params)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "windowed", "latent"])
+@pytest.mark.parametrize("name", ["qwen3", "windowed", "mla"])
 @pytest.mark.parametrize(("depth", "budget"), [(1, 16), (2, 16), (1, 48), (2, 48)])
 def test_rows_that_come_and_go(name: str, depth: int, budget: int, pair: Pair, request: pytest.FixtureRequest) -> None:
     """Prompts in chunks beside answers, in fewer rows than there are, so that each slot of the ring has held all.
@@ -114,10 +114,10 @@ def test_log_probabilities(qwen3, pair: Pair) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_steps_that_no_graph_takes_between_recorded_ones(
-    depth: int, latent, pair: Pair, monkeypatch: pytest.MonkeyPatch
+    depth: int, mla, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Larger than any graph, and with prompt tokens to be scored; both kinds of steps share the ring and the table."""
-    eager, recorded = pair(latent, 48, captured=16, queue_depth=depth)
+    eager, recorded = pair(mla, 48, captured=16, queue_depth=depth)
     ran = {"forward": 0}
     forward = runner_of(recorded).program.forward
 

@@ -33,7 +33,7 @@ def stage(path: Any, rank: int, size: int) -> tuple[Any, tuple[str, ...]]:
     return model, plan.elsewhere
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "latent"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mla"])
 def test_two_stages_load_and_run_as_the_whole_model(name: str, request: pytest.FixtureRequest) -> None:
     path = request.getfixturevalue(name).path
     (whole, none), (first, later), (last, earlier) = (stage(path, *place) for place in ((0, 1), (0, 2), (1, 2)))

@@ -137,9 +137,9 @@ def test_a_scheme_that_lacks_methods_is_told() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_everything_that_multiplies_is_asked_and_loaded(
-    latent: Any, open_llm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mla: Any, open_llm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stored, plain = rounded(latent.path, tmp_path)
+    stored, plain = rounded(mla.path, tmp_path)
     prompts, params = [[5, 6, 7, 8, 9], [11, 12, 13]], SamplingParams(temperature=0, max_tokens=6, logprobs=0)
     expected = open_llm(plain).generate(prompts, params)
     monkeypatch.setattr(RowsScheme, "asked", [])

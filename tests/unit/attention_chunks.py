@@ -14,8 +14,8 @@ from rapid_infer.ops import OPS
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.attention_params import OPTIONS, AttentionParams
 from rapid_infer.ops.providers.triton.attention.paged_attention import paged_attention
-from rapid_infer.ops.providers.triton.mla.context import latent_context
-from rapid_infer.ops.providers.triton.mla.prefill import latent_prefill
+from rapid_infer.ops.providers.triton.mla.context import mla_context
+from rapid_infer.ops.providers.triton.mla.prefill import mla_prefill
 from rapid_infer.testing.op_cases.attention import make_metadata
 
 TOLERANCE = {
@@ -63,7 +63,7 @@ def check_paged(case: dict[str, Any]) -> None:
     _check(paged_attention(**case), wanted, case["q"].dtype)
 
 
-def check_latent(
+def check_mla(
     lengths: Lengths, heads: int, rank: int, nope: int, rope: int, v: int, size: int, dtype: torch.dtype, device: str
 ) -> None:
     """What a chunk sees of its context, in the cache, and of itself with such a result taken in."""
@@ -81,7 +81,7 @@ def check_latent(
         "out": torch.randn(tokens, heads, rank, device=device).to(dtype),
         "lse": torch.randn(tokens, heads, device=device),
     }
-    lse = _check_op("latent_context", latent_context, context, ("out", "lse"), dtype)["lse"]
+    lse = _check_op("mla_context", mla_context, context, ("out", "lse"), dtype)["lse"]
     own = {
         "q_nope": torch.randn(tokens, heads, nope, device=device).to(dtype),
         "q_rope": torch.randn(tokens, heads, rope, device=device).to(dtype),
@@ -92,7 +92,7 @@ def check_latent(
         "out": torch.randn(tokens, heads, v, device=device).to(dtype),
         "context_lse": lse,
     }
-    _check_op("latent_prefill", latent_prefill, own, ("out",), dtype)
+    _check_op("mla_prefill", mla_prefill, own, ("out",), dtype)
 
 
 def _check_op(

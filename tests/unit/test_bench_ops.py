@@ -88,10 +88,10 @@ def test_experts_and_latents_that_are_counted() -> None:
     assert one.bytes == 2 * (6 * 3 * 1408 * 2048 + 2 * 2048)
     assert many.bytes == 2 * (64 * 3 * 1408 * 2048 + 2 * 8192 * 2048)
     assert many.flops == 6 * 8192 * 6 * 1408 * 2048
-    decode = {case.label: case for case in op_shapes.cases("latent_decode", shape)}["decode 32 x 640"]
+    decode = {case.label: case for case in op_shapes.cases("mla_decode", shape)}["decode 32 x 640"]
     assert decode.bytes == 2 * (32 * 640 * 576 + 32 * 16 * (576 + 512))
     with pytest.raises(LookupError, match="qwen3-8b has no kv_lora_rank"):
-        op_shapes.cases("latent_decode", Shape.of("qwen3-8b", torch.bfloat16, "cpu", quick=True))
+        op_shapes.cases("mla_decode", Shape.of("qwen3-8b", torch.bfloat16, "cpu", quick=True))
 
 
 def test_cases_of_experts_and_latents_run(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_cases_of_experts_and_latents_run(tmp_path: Path) -> None:
     shape = Shape.of(str(tmp_path), torch.float32, "cpu", quick=True)
     ran = [
         case.op
-        for op in ("fused_experts", "route_experts", "router_logits", *(n for n in OPS if n.startswith("latent_")))
+        for op in ("fused_experts", "route_experts", "router_logits", *(n for n in OPS if n.startswith("mla_")))
         for case in op_shapes.cases(op, shape)
         if op_calls.outputs(OPS[op].reference, case.make(), OPS[op].mutates)
     ]

@@ -8,15 +8,15 @@ from fake_executor import ToyState
 from rapid_infer.cache.budget import GIB, CacheDemand, CachePlan, fit_model_len, plan_blocks
 from rapid_infer.cache.manager import CacheManager
 from rapid_infer.cache.pools import divide_layers, shared_pools
-from rapid_infer.cache.spec import CacheGroup, CacheSpec, FullKV, LatentKV, blocks_for
+from rapid_infer.cache.spec import MLAKV, CacheGroup, CacheSpec, FullKV, blocks_for
 from rapid_infer.errors import ConfigError
 
 GROUPS = {
     "Qwen3-0.6B": (CacheGroup(FullKV(8, 128, "bfloat16"), 28), 114688),
     "Qwen3-8B": (CacheGroup(FullKV(8, 128, "bfloat16"), 36), 147456),
     "Qwen3-30B-A3B": (CacheGroup(FullKV(4, 128, "bfloat16"), 48), 98304),
-    "DeepSeek-V2-Lite": (CacheGroup(LatentKV(512, 64, "bfloat16"), 27), 31104),
-    "DeepSeek-V3": (CacheGroup(LatentKV(512, 64, "bfloat16"), 61), 70272),
+    "DeepSeek-V2-Lite": (CacheGroup(MLAKV(512, 64, "bfloat16"), 27), 31104),
+    "DeepSeek-V3": (CacheGroup(MLAKV(512, 64, "bfloat16"), 61), 70272),
 }
 
 
@@ -138,7 +138,7 @@ def test_layers_form_groups_of_about_equal_height(full: int, window: int, sizes:
 
 
 def test_other_heads_are_groups_and_pools_of_their_own() -> None:
-    made = divide_layers({FULL_LAYERS: 10, FullKV(8, 128, "bfloat16", 1024): 52, LatentKV(512, 64, "bfloat16"): 3})
+    made = divide_layers({FULL_LAYERS: 10, FullKV(8, 128, "bfloat16", 1024): 52, MLAKV(512, 64, "bfloat16"): 3})
     assert list(made.values()) == [[10], [52], [3]]
     assert len(shared_pools([CacheGroup(spec, n) for spec, (n,) in made.items()])) == 3
 

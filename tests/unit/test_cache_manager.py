@@ -10,10 +10,10 @@ from rapid_infer.cache import prefix
 from rapid_infer.cache.groups import GroupPolicy, PagedPolicy
 from rapid_infer.cache.manager import Blocks, CacheManager
 from rapid_infer.cache.pools import shared_pools
-from rapid_infer.cache.spec import CacheGroup, FullKV, LatentKV
+from rapid_infer.cache.spec import MLAKV, CacheGroup, FullKV
 
 FULL = CacheGroup(FullKV(1, 8, "float32"), 2)
-LATENT = CacheGroup(LatentKV(8, 4, "float32"), 1)
+MLA = CacheGroup(MLAKV(8, 4, "float32"), 1)
 SIZE = 4
 
 
@@ -62,7 +62,7 @@ def fill(cache: CacheManager, n: int) -> list[bytes]:
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
 def test_a_request_gets_one_block_of_every_group_per_block_size_tokens(tokens: int, blocks: int) -> None:
-    cache = manager(FULL, LATENT)
+    cache = manager(FULL, MLA)
     held = cache.start([], tokens, reserve=tokens)
     assert held is not None
     assert [len(mine) for mine in held] == [blocks, blocks]
@@ -119,7 +119,7 @@ def test_a_hit_ends_at_the_first_missing_block() -> None:
 
 
 def test_a_hit_is_what_all_groups_can_resume() -> None:
-    cache = manager(FULL, LATENT)
+    cache = manager(FULL, MLA)
     chain = fill(cache, 4)
     latent = cache.pools[1]
     latent.uncache_blocks([latent.block_of(chain[2])])
@@ -173,7 +173,7 @@ def test_a_window_reserves_no_more_than_it_holds_at_once() -> None:
 
 
 def test_uncache_and_reset_reach_every_group() -> None:
-    cache = manager(FULL, LATENT)
+    cache = manager(FULL, MLA)
     held = cache.start([], 8, reserve=8)
     assert held is not None
     chain = hashes(2)
@@ -188,7 +188,7 @@ def test_uncache_and_reset_reach_every_group() -> None:
 
 
 def test_deferred_blocks_are_free_soon_and_hidden_after_a_failure() -> None:
-    cache = manager(FULL, LATENT)
+    cache = manager(FULL, MLA)
     held = cache.start([], 8, reserve=8)
     assert held is not None
     chain = hashes(2)
@@ -205,7 +205,7 @@ def test_deferred_blocks_are_free_soon_and_hidden_after_a_failure() -> None:
 
 
 def test_the_check_names_a_leak_in_any_group() -> None:
-    cache = manager(FULL, LATENT)
+    cache = manager(FULL, MLA)
     held = cache.start([], 4, reserve=4)
     assert held is not None
     cache.pools[0].release(held[0])

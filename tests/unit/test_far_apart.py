@@ -16,8 +16,8 @@ from rapid_infer.ops import OPS, load_providers
 from rapid_infer.ops.attention_params import AttentionParams
 from rapid_infer.ops.providers.triton.attention import prefill as attention_prefill
 from rapid_infer.ops.providers.triton.attention import prefill_plan as attention_prefill_plan
-from rapid_infer.ops.providers.triton.mla import context as latent_context
-from rapid_infer.ops.providers.triton.mla import prefill as latent_prefill
+from rapid_infer.ops.providers.triton.mla import context as mla_context
+from rapid_infer.ops.providers.triton.mla import prefill as mla_prefill
 from rapid_infer.testing.op_cases import Case, cases_of
 from rapid_infer.testing.op_cases.attention import make_metadata
 
@@ -43,10 +43,10 @@ FAR = {
     "fused_experts": ("x", "shared"),
     "qk_norm_rope_kv_write": ("qkv", "k_cache", "v_cache"),
     "paged_attention": ("q", "k_cache", "v_cache"),
-    "latent_kv_write": ("q", "kv", "cache"),
-    "latent_decode": ("cache",),
-    "latent_context": ("q", "cache"),
-    "latent_prefill": ("q_nope", "q_rope", "kv", "key"),
+    "mla_kv_write": ("q", "kv", "cache"),
+    "mla_decode": ("cache",),
+    "mla_context": ("q", "cache"),
+    "mla_prefill": ("q_nope", "q_rope", "kv", "key"),
     "truncate_logits": ("logits",),
     "gumbel_argmax": ("logits",),
     "decode_inputs": ("ring",),
@@ -126,8 +126,8 @@ def test_a_step_may_have_more_tiles_than_an_axis_has_programs(monkeypatch: pytes
     for module, kernel in (
         (attention_prefill, "_prefill_kernel"),
         (attention_prefill_plan, "_plan_kernel"),
-        (latent_context, "_context_kernel"),
-        (latent_prefill, "_prefill_kernel"),
+        (mla_context, "_context_kernel"),
+        (mla_prefill, "_prefill_kernel"),
     ):
         monkeypatch.setattr(module, kernel, launches)
     tokens, heads = 2 * MOST_PROGRAMS, 128
@@ -143,9 +143,9 @@ def test_a_step_may_have_more_tiles_than_an_axis_has_programs(monkeypatch: pytes
     params = AttentionParams(1.0)
     OPS["paged_attention"].providers["triton"].fn(rows(heads, 16), cache, cache, metadata, params)
     latent = torch.empty(1, 1024, 40, dtype=torch.float16).expand(blocks, -1, -1)
-    latent_context.latent_context(rows(heads, 40), latent, metadata, 1.0, 32, empty(1), empty(1))
+    mla_context.mla_context(rows(heads, 40), latent, metadata, 1.0, 32, empty(1), empty(1))
     parts = rows(heads, 16), rows(heads, 8), rows(heads, 32), rows(8)
-    latent_prefill.latent_prefill(*parts, metadata, 1.0, rows(heads, 16), None)
+    mla_prefill.mla_prefill(*parts, metadata, 1.0, rows(heads, 16), None)
     assert len(launches.grids) == 5
     assert max(grid[0] for grid in launches.grids) > MOST_PROGRAMS
     assert all(max(grid[1:], default=1) <= MOST_PROGRAMS for grid in launches.grids)

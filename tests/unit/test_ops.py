@@ -55,7 +55,7 @@ def test_arguments_are_mutated_only_where_the_op_says_so(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "provider"),
-    [(name, p) for name in ("paged_attention", "latent_decode", "latent_context") for p in OPS[name].providers],
+    [(name, p) for name in ("paged_attention", "mla_decode", "mla_context") for p in OPS[name].providers],
 )
 def test_what_no_row_has_written_does_not_matter(name: str, provider: str) -> None:
     """In slots past each row's last key, where other rows of the step have some, and in blocks that nobody has."""

@@ -8,7 +8,7 @@ from fake_executor import SPEC, VOCAB, ToyKV, ToyState, undisturbed
 from harness import GREEDY, Harness
 
 from rapid_infer.cache import prefix
-from rapid_infer.cache.spec import CacheGroup, LatentKV
+from rapid_infer.cache.spec import MLAKV, CacheGroup
 from rapid_infer.config import CheckpointInfo, DeviceInfo, EngineArgs
 from rapid_infer.params import SamplingParams
 
@@ -361,7 +361,7 @@ def test_sampling_settings_travel_with_the_new_row() -> None:
 
 
 def test_every_group_gets_its_own_blocks() -> None:
-    engine = Harness(groups=[CacheGroup(SPEC, 1), CacheGroup(LatentKV(8, 4, "float32"), 2)])
+    engine = Harness(groups=[CacheGroup(SPEC, 1), CacheGroup(MLAKV(8, 4, "float32"), 2)])
     engine.add("a", prompt(9), 6)
     engine.step()
     assert [len(group.blocks) for group in engine.last_plan.new_blocks] == [3, 3]

@@ -11,11 +11,11 @@ from harness import Harness
 
 from rapid_infer.cache import prefix
 from rapid_infer.cache.budget import CacheDemand
-from rapid_infer.cache.spec import CacheGroup, LatentKV
+from rapid_infer.cache.spec import MLAKV, CacheGroup
 from rapid_infer.engine.step_plan import StepPlan
 from rapid_infer.outputs import FinishReason
 
-FULL, LATENT = CacheGroup(ToyKV(1, 8, "float32"), 1), CacheGroup(LatentKV(8, 4, "float32"), 1)
+FULL, MLA = CacheGroup(ToyKV(1, 8, "float32"), 1), CacheGroup(MLAKV(8, 4, "float32"), 1)
 
 
 def window(tokens: int) -> CacheGroup:
@@ -28,10 +28,10 @@ def state(every: int) -> CacheGroup:
 
 GROUPS = {
     "full": [CacheGroup(SPEC, 1)],
-    "two pools": [CacheGroup(SPEC, 2), LATENT],
+    "two pools": [CacheGroup(SPEC, 2), MLA],
     "windows": [FULL, window(5), window(5)],
     "windows alone": [window(3), window(9)],
-    "window and latent": [window(6), LATENT],
+    "window and latent": [window(6), MLA],
     "state": [FULL, state(1)],
     "sparse states": [state(3), FULL, window(4)],
 }

@@ -5,11 +5,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from attention_chunks import DTYPES, borders, check_latent, check_paged, paged_case
+from attention_chunks import DTYPES, borders, check_mla, check_paged, paged_case
 
 from rapid_infer.ops.providers.triton.attention import prefill_config as attention_prefill_config
 from rapid_infer.ops.providers.triton.attention import tile as attention_tile
-from rapid_infer.ops.providers.triton.mla import prefill as latent_prefill
+from rapid_infer.ops.providers.triton.mla import prefill as mla_prefill
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE = 4
@@ -29,7 +29,7 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         for name in ("QUERIES", "FEW_QUERIES", "FP32_QUERIES", "POINTER_KEYS"):
             monkeypatch.setattr(attention_prefill_config, name, 16)
         for name in ("QUERIES", "FEW_QUERIES", "TILE"):
-            monkeypatch.setattr(latent_prefill, name, 16)
+            monkeypatch.setattr(mla_prefill, name, 16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -44,12 +44,12 @@ def test_head_dims_of_models(dim: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_latent_chunks_of_every_length_after_contexts_of_every_length(dtype: torch.dtype, tiles: None) -> None:
-    check_latent(EVERY, 2, 16, 16, 8, 16, PAGE, dtype, DEVICE)
+    check_mla(EVERY, 2, 16, 16, 8, 16, PAGE, dtype, DEVICE)
 
 
 def test_latent_head_dims_of_models() -> None:
     """Keys of 192 features and values of 128."""
-    check_latent(borders((0, 17), (2, 16)), 2, 32, 128, 64, 128, 16, torch.float32, DEVICE)
+    check_mla(borders((0, 17), (2, 16)), 2, 32, 128, 64, 128, 16, torch.float32, DEVICE)
 
 
 @pytest.mark.parametrize("decodes", [0, 2])

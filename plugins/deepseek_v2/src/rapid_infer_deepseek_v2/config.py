@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rapid_infer.plugin import ConfigError, ConfigReader, DecoderConfig, LatentAttentionConfig, RopeConfig, RouterConfig
+from rapid_infer.plugin import ConfigError, ConfigReader, DecoderConfig, MLAConfig, RopeConfig, RouterConfig
 
 GREEDY, GROUPS, BIASED = "greedy", "group_limited_greedy", "noaux_tc"
 
@@ -21,7 +21,7 @@ class DeepseekConfig(DecoderConfig):
     shared_intermediate_size: int | None
     sparse: tuple[bool, ...]
     draft_layers: int
-    attention: LatentAttentionConfig
+    attention: MLAConfig
     router: RouterConfig
 
 
@@ -52,12 +52,12 @@ def read_config(hf_config: Any, *, v3: bool) -> DeepseekConfig:
     )
 
 
-def _attention(read: ConfigReader, max_positions: int) -> LatentAttentionConfig:
+def _attention(read: ConfigReader, max_positions: int) -> MLAConfig:
     rope_dim, parameters = read.size("qk_rope_head_dim"), read.rope_parameters()
     # The whole rope part is rotated; `head_dim` and a rotary factor speak of other layouts.
     parameters.pop("partial_rotary_factor", None)
     interleaved = read.flag("rope_interleave", True)
-    return LatentAttentionConfig(
+    return MLAConfig(
         hidden_size=read.size("hidden_size"),
         num_attention_heads=read.size("num_attention_heads"),
         q_lora_rank=read.optional_integer("q_lora_rank"),

@@ -10,7 +10,7 @@ from rapid_infer.plugin import (
     BuildContext,
     DecoderModel,
     GatedMLP,
-    LatentAttention,
+    MLAAttention,
     MoE,
     WeightMap,
     experts,
@@ -47,7 +47,7 @@ class DeepseekV2ForCausalLM(DecoderModel):
         self.weight_map = WeightMap([ignore(f"**.layers.{i}.**", why) for i in drafts]) + type(self).weight_map
 
     def attention(self, config: DeepseekConfig, ctx: BuildContext, number: int) -> nn.Module:
-        return LatentAttention(ctx, config.attention)
+        return MLAAttention(ctx, config.attention)
 
     def feed_forward(self, config: DeepseekConfig, ctx: BuildContext, number: int) -> nn.Module:
         if not config.sparse[number]:

@@ -1,4 +1,4 @@
-"""Latent attention of rows with several tokens to earlier ones: a program per tile of tokens and block of heads."""
+"""MLA of rows with several tokens to earlier ones: a program per tile of tokens and block of heads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.providers.triton.attention.prefill_plan import ENTRY, prefill_plan
 from rapid_infer.ops.providers.triton.attention.tile import finish
 from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
-from rapid_infer.ops.providers.triton.mla.tile import attend_latent, check_strides, latent_shape, load_query
+from rapid_infer.ops.providers.triton.mla.tile import attend_latent, check_strides, load_query, mla_shape
 
 QUERIES = 64
 """Query heads of a tile, all its tokens together: their results stay in registers."""
@@ -69,13 +69,13 @@ def _context_kernel(
     tl.store(lse_ptr + at * (HEAD_BLOCKS * GROUP) + head, lse, mask=exists)
 
 
-def latent_context(
+def mla_context(
     q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, rank: int, out: Tensor, lse: Tensor
 ) -> None:
     """Reads no tensor on the host; a program whose row has no context ends at once."""
     q = check_strides(q, cache)
     most = FP32_QUERIES if q.element_size() > 2 else QUERIES
-    shape = latent_shape(q, cache, scale, rank, most)
+    shape = mla_shape(q, cache, scale, rank, most)
     per_tile = max(most // shape.group, 1)
     plan = prefill_plan(metadata, q.shape[0], per_tile)
     _context_kernel[(plan.shape[0] * shape.head_blocks,)](

@@ -1,4 +1,4 @@
-"""Latent attention of rows with one token: a program per block of heads and slice of `attention/plan.py`.
+"""MLA of rows with one token: a program per block of heads and slice of `attention/plan.py`.
 
 All heads share the keys, so they go together as the rows of one matrix.
 """
@@ -14,7 +14,7 @@ from rapid_infer.ops.providers.triton.attention.decode import combine, leave_par
 from rapid_infer.ops.providers.triton.attention.plan import decode_plan, row_part
 from rapid_infer.ops.providers.triton.attention.tile import write_row
 from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
-from rapid_infer.ops.providers.triton.mla.tile import attend_latent, check_strides, latent_shape, load_query
+from rapid_infer.ops.providers.triton.mla.tile import attend_latent, check_strides, load_query, mla_shape
 
 MOST_HEADS = 64
 """In a program: their results stay in registers."""
@@ -82,12 +82,12 @@ def _decode_kernel(
                     )  # fmt: skip
 
 
-def latent_decode(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, rank: int, out: Tensor) -> None:
+def mla_decode(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, rank: int, out: Tensor) -> None:
     """Reads no tensor on the host, so it can be captured in a CUDA graph; a token without keys gets zeros."""
     if not metadata.num_decodes:
         return
     q = check_strides(q, cache)
-    shape = latent_shape(q, cache, scale, rank, FP32_HEADS if q.element_size() > 2 else MOST_HEADS)
+    shape = mla_shape(q, cache, scale, rank, FP32_HEADS if q.element_size() > 2 else MOST_HEADS)
     group_pad, rank_pad = triton.next_power_of_2(shape.group), shape.constants["RANK_PAD"]
     tile = shape.constants["TILE"]
     plan = decode_plan(metadata, shape.head_blocks, shape.group, rank_pad, tile, None, part_cost=PART_COST)

@@ -58,7 +58,7 @@ def _kernel(
         tl.store(to + b_at[None, :], (b * cos[None, :] + a * sin[None, :]).to(dtype), mask=real)
 
 
-def latent_kv_write(
+def mla_kv_write(
     q: Tensor,
     kv: Tensor,
     positions: Tensor,

@@ -1,4 +1,4 @@
-"""Latent attention among a step's tokens: a program per head and tile of a row's tokens, or some of its tiles.
+"""MLA among a step's tokens: a program per head and tile of a row's tokens, or some of its tiles.
 
 The softmax starts from what attention to earlier tokens gave, so the two parts need no kernel to be put together.
 """
@@ -120,7 +120,7 @@ def _prefill_kernel(
             tl.store(out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=real)
 
 
-def latent_prefill(
+def mla_prefill(
     q_nope: Tensor,
     q_rope: Tensor,
     kv: Tensor,

@@ -1,4 +1,4 @@
-"""What decode and prefill of latent attention share: the online softmax over tiles of cached latents.
+"""What decode and context kernels of MLA share: the online softmax over tiles of cached latents.
 
 A tile is read once and used twice, as keys and as values.
 """
@@ -20,7 +20,7 @@ FP32_TILE = 16
 
 
 @dataclass(frozen=True)
-class LatentShape:
+class MLAShape:
     """Constants of both kernels, as they take them, and how the heads are cut: `head_blocks` of `group` heads each."""
 
     head_blocks: int
@@ -35,7 +35,7 @@ def check_strides(q: Tensor, cache: Tensor) -> Tensor:
     return q if q.stride(-1) == 1 else q.contiguous()
 
 
-def latent_shape(q: Tensor, cache: Tensor, scale: float, rank: int, most_heads: int) -> LatentShape:
+def mla_shape(q: Tensor, cache: Tensor, scale: float, rank: int, most_heads: int) -> MLAShape:
     """For q `[tokens, heads, rank + rope]`, at most `most_heads` in a program."""
     heads, width = q.shape[1:]
     blocks = next(n for n in range(-(-heads // most_heads), heads + 1) if heads % n == 0)
@@ -48,7 +48,7 @@ def latent_shape(q: Tensor, cache: Tensor, scale: float, rank: int, most_heads: 
         "TILE": FP32_TILE if q.element_size() > 2 else TILE,
         "BLOCK_SIZE": cache.shape[1],
     }
-    return LatentShape(blocks, heads // blocks, constants)
+    return MLAShape(blocks, heads // blocks, constants)
 
 
 @triton.jit

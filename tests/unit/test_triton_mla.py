@@ -1,4 +1,4 @@
-"""Triton's latent attention beyond the generic test: padding rows, slots nobody wrote, strides, plans used again."""
+"""Triton's MLA beyond the generic test: padding rows, slots nobody wrote, strides, plans used again."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rapid_infer.ops.providers.triton.attention import plan as attention_plan
 from rapid_infer.ops.providers.triton.mla import context as context_module
 from rapid_infer.ops.providers.triton.mla import decode as decode_module
 from rapid_infer.ops.providers.triton.mla import prefill as prefill_module
-from rapid_infer.ops.providers.triton.mla.context import latent_context
-from rapid_infer.ops.providers.triton.mla.decode import latent_decode
-from rapid_infer.ops.providers.triton.mla.kv_write import latent_kv_write
-from rapid_infer.ops.providers.triton.mla.prefill import latent_prefill
-from rapid_infer.ops.providers.triton.mla.tile import latent_shape
+from rapid_infer.ops.providers.triton.mla.context import mla_context
+from rapid_infer.ops.providers.triton.mla.decode import mla_decode
+from rapid_infer.ops.providers.triton.mla.kv_write import mla_kv_write
+from rapid_infer.ops.providers.triton.mla.prefill import mla_prefill
+from rapid_infer.ops.providers.triton.mla.tile import mla_shape
 from rapid_infer.testing.op_cases.attention import in_mixed_graph, make_metadata, slots_only
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -56,13 +56,13 @@ def attend(op: Any, case: Any, *names: str) -> list[Tensor]:
 
 
 def check_decode(case: Any) -> None:
-    got, expected = (attend(op, case, "out") for op in (latent_decode, OPS["latent_decode"].reference))
+    got, expected = (attend(op, case, "out") for op in (mla_decode, OPS["mla_decode"].reference))
     torch.testing.assert_close(got, expected, **CLOSE)
 
 
 def check_context(case: Any) -> None:
     case = {**case, "lse": torch.randn(case["q"].shape[:2], device=DEVICE)}
-    got, expected = (attend(op, case, "out", "lse") for op in (latent_context, OPS["latent_context"].reference))
+    got, expected = (attend(op, case, "out", "lse") for op in (mla_context, OPS["mla_context"].reference))
     torch.testing.assert_close(got, expected, **CLOSE)
 
 
@@ -111,7 +111,7 @@ def test_rows_that_only_the_device_knows(query_lens: list[int], padding: tuple[i
 
 def test_a_step_without_context_writes_no_result() -> None:
     case = make_case([9, 3], [9, 3])
-    out, lse = attend(latent_context, {**case, "lse": torch.zeros(12, 6, device=DEVICE)}, "out", "lse")
+    out, lse = attend(mla_context, {**case, "lse": torch.zeros(12, 6, device=DEVICE)}, "out", "lse")
     assert torch.equal(out, case["out"])
     assert torch.equal(lse, torch.full_like(lse, -math.inf))
 
@@ -119,16 +119,16 @@ def test_a_step_without_context_writes_no_result() -> None:
 def test_padding_rows_get_zeros() -> None:
     case = make_case([9, 1, 20], [1, 1, 1])
     case["metadata"].seq_lens[1] = 0
-    [got] = attend(latent_decode, case, "out")
+    [got] = attend(mla_decode, case, "out")
     assert not got[1].any()
     case["metadata"].seq_lens[1] = 1
-    [expected] = attend(OPS["latent_decode"].reference, case, "out")
+    [expected] = attend(OPS["mla_decode"].reference, case, "out")
     torch.testing.assert_close(got[[0, 2]], expected[[0, 2]], **CLOSE)
 
 
 def test_layers_of_a_step_share_the_plans_and_give_the_same_bits() -> None:
     case = make_case([120, 33, 20], [1, 1, 9])
-    for op, names in ((latent_decode, ["out"]), (latent_context, ["out", "lse"])):
+    for op, names in ((mla_decode, ["out"]), (mla_context, ["out", "lse"])):
         arguments = {**case, "lse": torch.zeros(11, 6, device=DEVICE)} if "lse" in names else case
         case["metadata"].plans.clear()
         first = attend(op, arguments, *names)
@@ -176,14 +176,14 @@ def test_tiles_of_a_steps_own_tokens(
         "out": out,
         "context_lse": lse if with_context else None,
     }
-    [got], [expected] = (attend(op, arguments, "out") for op in (latent_prefill, OPS["latent_prefill"].reference))
+    [got], [expected] = (attend(op, arguments, "out") for op in (mla_prefill, OPS["mla_prefill"].reference))
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     assert not got.isnan().any()
 
 
 def test_heads_are_cut_into_equal_blocks() -> None:
     cache = torch.empty(1, 64, 576)
-    shapes = {heads: latent_shape(torch.empty(1, heads, 576), cache, 1.0, 512, 64) for heads in (1, 16, 64, 70, 128)}
+    shapes = {heads: mla_shape(torch.empty(1, heads, 576), cache, 1.0, 512, 64) for heads in (1, 16, 64, 70, 128)}
     assert {heads: (s.head_blocks, s.group) for heads, s in shapes.items()} == {
         1: (1, 1),
         16: (1, 16),
@@ -203,7 +203,7 @@ def test_parts_of_one_product_are_written_from_where_they_are() -> None:
     positions, slots = (torch.tensor(x, device=DEVICE) for x in ([3, 0, 9, 15, 4], [6, 1, 0, 7, 3]))
     caches = [torch.zeros(3, 2, 4, rank + rope, device=DEVICE) for _ in range(2)]
     queries = [torch.zeros(tokens, heads, rank + rope, device=DEVICE) for _ in range(2)]
-    for fn, cache, query in zip((latent_kv_write, OPS["latent_kv_write"].reference), caches, queries):
+    for fn, cache, query in zip((mla_kv_write, OPS["mla_kv_write"].reference), caches, queries):
         by_head = q.unflatten(1, (heads, nope + rope))
         fn(by_head, kv, positions, table, slots_only(slots), cache[1], weight, 1e-6, True, query)
     torch.testing.assert_close(caches[0], caches[1], atol=2e-5, rtol=2e-5)

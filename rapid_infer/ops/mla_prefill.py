@@ -1,4 +1,4 @@
-"""Latent attention of a step's tokens to each other, with keys and values of every head (materialised).
+"""MLA of a step's tokens to each other, with keys and values of every head (materialised).
 
 A key of 192 features against an entry of 576: for tokens whose keys are made once and used by many, less arithmetic.
 """
@@ -16,7 +16,7 @@ from rapid_infer.ops.registry import op
 
 
 @op(info=("nope_dim", "rope_dim", "v_dim"), mutates=("out",), capturable=False)
-def latent_prefill(
+def mla_prefill(
     q_nope: Tensor,
     q_rope: Tensor,
     kv: Tensor,

@@ -12,7 +12,7 @@ from rapid_infer.ops.rope_kv_write import rotate
 
 
 @op(info=("rank", "rope_dim"), mutates=("cache", "query"))
-def latent_kv_write(
+def mla_kv_write(
     q: Tensor,
     kv: Tensor,
     positions: Tensor,

@@ -1,4 +1,4 @@
-"""Cases of attention over cached latents."""
+"""Cases of MLA."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _case(
 
 
 @cases
-def latent_decode(dtype: torch.dtype, device: str) -> Iterator[Case]:
+def mla_decode(dtype: torch.dtype, device: str) -> Iterator[Case]:
     for seq_lens, query_lens in (([1], [1]), ([7, 64, 33], [1, 1, 1]), ([5, 40, 9, 23], [1, 1, 9, 4])):
         for shape in (SMALL, WIDE, MANY):
             yield _case(seq_lens, query_lens, shape, dtype, device)
@@ -46,7 +46,7 @@ def latent_decode(dtype: torch.dtype, device: str) -> Iterator[Case]:
 
 
 @cases
-def latent_context(dtype: torch.dtype, device: str) -> Iterator[Case]:
+def mla_context(dtype: torch.dtype, device: str) -> Iterator[Case]:
     for seq_lens, query_lens, padding, shapes in (
         ([5, 40, 9, 23], [1, 1, 9, 4], None, (SMALL, WIDE, MANY)),
         ([130], [37], None, (SMALL, WIDE)),
@@ -61,7 +61,7 @@ def latent_context(dtype: torch.dtype, device: str) -> Iterator[Case]:
 
 
 @cases
-def latent_kv_write(dtype: torch.dtype, device: str) -> Iterator[Case]:
+def mla_kv_write(dtype: torch.dtype, device: str) -> Iterator[Case]:
     def rand(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device).to(dtype)
 
@@ -86,7 +86,7 @@ def latent_kv_write(dtype: torch.dtype, device: str) -> Iterator[Case]:
 
 
 @cases
-def latent_prefill(dtype: torch.dtype, device: str) -> Iterator[Case]:
+def mla_prefill(dtype: torch.dtype, device: str) -> Iterator[Case]:
     for heads, nope, rope, v, query_lens, context, padding in (
         (2, 16, 8, 16, [9], False, None),
         (3, 8, 8, 12, [1, 1, 9, 4], True, None),

@@ -1,4 +1,4 @@
-"""Latent attention against its formula with keys and values of every head, cut over ranks, and YaRN's score factor."""
+"""MLA against its formula with keys and values of every head, cut over ranks, and YaRN's score factor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from rapid_infer.errors import ConfigError
 from rapid_infer.layers.batch import ForwardBatch
 from rapid_infer.layers.context import BuildContext
-from rapid_infer.layers.mla import LATENT_EPS, LatentAttention, LatentAttentionConfig
+from rapid_infer.layers.mla import LATENT_EPS, MLAAttention, MLAConfig
 from rapid_infer.layers.parameter import parts_of, placement_of
 from rapid_infer.layers.rope import RopeConfig
 from rapid_infer.ops import OPS, OpResolver
@@ -24,7 +24,7 @@ from rapid_infer.testing.op_cases.attention import in_mixed_graph, make_metadata
 
 HEADS, NOPE, ROPE, V, RANK, HIDDEN, BLOCK = 4, 6, 4, 5, 12, 16, 4
 YARN = (("factor", 40.0), ("mscale_all_dim", 0.707), ("mscale", 0.707), ("original_max_position_embeddings", 8.0))
-CONFIG = LatentAttentionConfig(HIDDEN, HEADS, None, RANK, NOPE, ROPE, V, RopeConfig(1e4, ROPE, "yarn", YARN, True))
+CONFIG = MLAConfig(HIDDEN, HEADS, None, RANK, NOPE, ROPE, V, RopeConfig(1e4, ROPE, "yarn", YARN, True))
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Simulated(ParallelState):
         return torch.stack(self.partials).sum(0)
 
 
-def weights(config: LatentAttentionConfig) -> dict[tuple[str, str | None], Tensor]:
+def weights(config: MLAConfig) -> dict[tuple[str, str | None], Tensor]:
     torch.manual_seed(0)
     q_rank = config.q_lora_rank
     made: dict[tuple[str, str | None], Tensor] = {
@@ -56,13 +56,11 @@ def weights(config: LatentAttentionConfig) -> dict[tuple[str, str | None], Tenso
     }
 
 
-def build(
-    config: LatentAttentionConfig, parallel: ParallelState, blocks: int, provider: str | None = None
-) -> LatentAttention:
+def build(config: MLAConfig, parallel: ParallelState, blocks: int, provider: str | None = None) -> MLAAttention:
     """`provider`: of the ops that have it; None: the best of each."""
     preferred = {name: [provider] for name, op in OPS.items() if provider in op.providers}
     ctx = BuildContext(torch.float32, OpResolver("cpu", preferred), 64, parallel, name="attn", block_size=BLOCK)
-    layer = LatentAttention(ctx, config)
+    layer = MLAAttention(ctx, config)
     for (name, part), tensor in weights(config).items():
         module = layer.get_submodule(name)
         assert part in parts_of(module, "weight")
@@ -75,7 +73,7 @@ def build(
     return layer
 
 
-def materialised(config: LatentAttentionConfig, x: Tensor) -> Tensor:
+def materialised(config: MLAConfig, x: Tensor) -> Tensor:
     """The published formula: keys and values of every head, and a causal softmax over them."""
     w = weights(config)
 
@@ -211,7 +209,7 @@ def test_yarn_factors_by_hand(mscale: float | None, all_dim: float | None, on_co
     rope = RopeConfig.read({k: v for k, v in given.items() if v is not None}, 64, 4096, True)
     assert rope.inverse_frequencies()[1] == pytest.approx(on_cos_sin, rel=1e-5)
     assert rope.score_factor == pytest.approx(on_scores, rel=1e-5)
-    config = LatentAttentionConfig(2048, 16, None, 512, 128, 64, 128, rope)
+    config = MLAConfig(2048, 16, None, 512, 128, 64, 128, rope)
     assert config.scale == pytest.approx(192**-0.5 * on_scores, rel=1e-5)
 
 

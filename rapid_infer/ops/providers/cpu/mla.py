@@ -14,8 +14,8 @@ from rapid_infer.ops.providers.cpu.supports import not_on_cpu
 from rapid_infer.ops.registry import register
 
 
-@register("latent_decode", "cpu", priority=10, supports=not_on_cpu)
-def latent_decode(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, rank: int, out: Tensor) -> None:
+@register("mla_decode", "cpu", priority=10, supports=not_on_cpu)
+def mla_decode(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, rank: int, out: Tensor) -> None:
     """Rows of like length together."""
     plan = attention_plan(metadata, cache.shape[1], q.dtype)
     flat = cache.view(-1, q.shape[-1])

@@ -1,7 +1,7 @@
 """Attention over cached latents: one key for all heads, whose first part is the value as well (absorbed).
 
 Tokens that are alone in their row attend to everything, tokens in rows with several to what was there before the step;
-what they see of each other is latent_prefill's.
+what they see of each other is mla_prefill's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _keys(cache: Tensor, metadata: AttentionMetadata, row: int, n: int) -> Tenso
 
 
 @op(info=("rank", "rope_dim", "block_size"), mutates=("out",), capturable=False)
-def latent_decode(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, rank: int, out: Tensor) -> None:
+def mla_decode(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, rank: int, out: Tensor) -> None:
     """Softmax attention, in fp32, of tokens that are alone in their row to all keys of their rows.
 
     q      `[tokens, heads, rank + rope]`, already multiplied by each head's key matrix
@@ -45,12 +45,12 @@ def latent_decode(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: 
 
 
 @op(info=("rank", "rope_dim", "block_size"), mutates=("out", "lse"), capturable=False)
-def latent_context(
+def mla_context(
     q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, rank: int, out: Tensor, lse: Tensor
 ) -> None:
     """Attention of tokens in rows with several to what their rows held before this step.
 
-    Arguments as of latent_decode; a token whose row held nothing is left as it is in `out`.
+    Arguments as of mla_decode; a token whose row held nothing is left as it is in `out`.
 
     lse  `[tokens, heads]` fp32, contiguous: the natural log of the softmax denominator, minus infinity where there was
          nothing; tokens alone in their row are left as they are
