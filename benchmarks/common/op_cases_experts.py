@@ -40,9 +40,10 @@ def _moe(s: Shape) -> Iterator[OpCase]:
             return {"x": s.rand(t, s.hidden), "weight": s.weight(experts, s.hidden)}
 
         def make_route(t: int = t) -> dict[str, Any]:
-            slots = torch.arange(experts, dtype=torch.int32, device=s.device)
+            expert_map = torch.arange(experts, dtype=torch.int32, device=s.device)
+            tensors = {"logits": draw(t), "bias": None, "token_mask": None, "expert_map": expert_map}
             settings = {"top_k": top_k, "groups": 1, "top_groups": 1, "scoring": "softmax", "renormalize": True}
-            return {"logits": draw(t), "bias": None, "live": None, "slots": slots, **settings, "scale": 1.0}
+            return {**tensors, **settings, "scale": 1.0}
 
         def make_experts(t: int = t) -> dict[str, Any]:
             weights, slots = draw(t).topk(top_k, dim=-1)

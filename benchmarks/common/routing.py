@@ -41,8 +41,8 @@ _bound: dict[torch.device, Any] = {}
 def _route(
     logits: Tensor,
     bias: Tensor | None,
-    live: Tensor | None,
-    slots: Tensor,
+    token_mask: Tensor | None,
+    expert_map: Tensor,
     top_k: int,
     groups: int,
     top_groups: int,
@@ -52,12 +52,12 @@ def _route(
 ) -> tuple[Tensor, Tensor]:
     drawn = torch.rand_like(logits)
     route = _real(logits.device)
-    return route(drawn, None, live, slots, top_k, groups, top_groups, scoring, renormalize, scale)
+    return route(drawn, None, token_mask, expert_map, top_k, groups, top_groups, scoring, renormalize, scale)
 
 
 def experts_touched(experts: int, top_k: int, tokens: int, device: torch.device | str) -> float:
     """Experts that a layer reads for `tokens` tokens, the mean of some draws."""
-    slots = torch.arange(experts, dtype=torch.int32, device=device)
+    expert_map = torch.arange(experts, dtype=torch.int32, device=device)
     logits = torch.empty(tokens, experts, device=device)
-    draws = (_route(logits, None, None, slots, top_k, 1, 1, "softmax", False, 1.0)[1] for _ in range(DRAWS))
+    draws = (_route(logits, None, None, expert_map, top_k, 1, 1, "softmax", False, 1.0)[1] for _ in range(DRAWS))
     return sum(len(draw.unique()) for draw in draws) / DRAWS

@@ -23,8 +23,10 @@ class CachedModule(LayerModule):
 
     cache_spec: CacheSpec
     cache_group: int = -1
-    asks_for_context = False
-    """Whether a step is less work when it is known that no row with several tokens had any before."""
+    splits_context = False
+    """Whether it attends apart to what rows with several tokens held before the step. A step that is known to have no
+    such row is less work then.
+    """
 
     def bind_cache(self, group: int, cache: Tensor) -> None:
         """`cache`: this layer's slice of `spec.layout`, without the layer dimension."""

@@ -37,16 +37,16 @@ class StageState:
 class ForwardBatch:
     """T tokens of R rows, flattened row after row.
 
-    input_ids      `[T]` int64
-    positions      `[T]` int64, or `[axes, T]` for models with several position axes
-    attention      per cache group, what attention needs besides q
-    input_embeds   embeddings that replace the looked up ones of some tokens
-    received       what the pipeline stage before handed on; None in the first one, which embeds the tokens
-    live           `[T]` integers, 0 for a padding token, whose result nobody reads; None: there is none
-    logits_indices  `[N]` int64: the tokens whose hidden states are asked for; None: all
-    kept           logits_indices in the last layer, where that may leave the other tokens out; else None
-    aux_layers     numbers of layers after which the residual stream is wanted too, by a drafter say
-    aux_hidden_states  by those numbers, `[T, hidden]`; the forward fills it
+    input_ids           `[T]` int64
+    positions           `[T]` int64, or `[axes, T]` for models with several position axes
+    attention           per cache group, what attention needs besides q
+    input_embeds        embeddings that replace the looked up ones of some tokens
+    received            what the pipeline stage before handed on; None in the first one, which embeds the tokens
+    token_mask          `[T]` integers, 0 for a padding token, whose result nobody reads; None: there is none
+    logits_indices      `[N]` int64: the tokens whose hidden states are asked for; None: all
+    last_layer_indices  logits_indices in the last layer, where that may leave the other tokens out; else None
+    aux_layers          numbers of layers after which the residual stream is wanted too, by a drafter say
+    aux_hidden_states   by those numbers, `[T, hidden]`; the forward fills it
     """
 
     input_ids: Tensor
@@ -54,9 +54,9 @@ class ForwardBatch:
     attention: Sequence[AttentionMetadata]
     input_embeds: InputEmbeds | None = None
     received: StageState | None = None
-    live: Tensor | None = None
+    token_mask: Tensor | None = None
     logits_indices: Tensor | None = None
-    kept: Tensor | None = None
+    last_layer_indices: Tensor | None = None
     aux_layers: Sequence[int] = ()
     aux_hidden_states: dict[int, Tensor] = field(default_factory=dict)
 
@@ -69,7 +69,7 @@ class ForwardBatch:
 
         For what attention gives: past it tokens do not see each other.
         """
-        return x if self.kept is None else x.index_select(0, self.kept)
+        return x if self.last_layer_indices is None else x.index_select(0, self.last_layer_indices)
 
     def match_tokens(self, values: Tensor, hidden: Tensor) -> Tensor:
         """`values [T, ...]` of the tokens that `hidden` holds, from which attention may have left some out.
@@ -78,7 +78,7 @@ class ForwardBatch:
         """
         return values if len(values) == len(hidden) else self.select_tokens(values)
 
-    def sampled(self, hidden: Tensor) -> Tensor:
+    def select_sampled(self, hidden: Tensor) -> Tensor:
         """The states `[N, hidden]` asked for, of what a model returns: states of all tokens or of these."""
         if self.logits_indices is None or len(hidden) != self.num_tokens:
             return hidden

@@ -105,8 +105,8 @@ class DecoderModel(nn.Module):
         return x if given is None else x.index_copy_(0, given.indices, given.values)
 
     def forward(self, batch: ForwardBatch) -> Tensor | StageState:
-        """The last stage: normed hidden states `[tokens, hidden]`, see `ForwardBatch.sampled`. Others: what they hand
-        on, of all tokens.
+        """The last stage: normed hidden states `[tokens, hidden]`, see `ForwardBatch.select_sampled`. Others: what they
+        hand on, of all tokens.
         """
         received = batch.received or StageState(self.embed(batch), None)
         x, residual = self.layers(received.hidden, batch, received.residual)

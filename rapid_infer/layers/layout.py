@@ -140,15 +140,15 @@ class MatrixLayout:
 class ExpertAxis:
     """The leading dimension of a parameter that holds a matrix of each expert.
 
-    `slots[e]` is where expert e is kept (logical to physical), below zero when another rank has it.
+    `expert_map[e]` is where expert e is kept (logical to physical), below zero when another rank has it.
     """
 
-    slots: tuple[int, ...]
+    expert_map: tuple[int, ...]
 
     @property
     def local(self) -> int:
         """How many experts this rank keeps."""
-        return sum(slot >= 0 for slot in self.slots)
+        return sum(slot >= 0 for slot in self.expert_map)
 
     def placement(self, one: Placement, expert: int | None) -> Placement | None:
         """`one` is where an expert's tensor would go without this dimension; `expert` None: a tensor of all experts.
@@ -159,18 +159,18 @@ class ExpertAxis:
         if expert is None:
             run = self._run()
             return Placement(
-                one.param, (len(self.slots), *one.shape), (run, *one.source), (slice(0, self.local), *one.target)
+                one.param, (len(self.expert_map), *one.shape), (run, *one.source), (slice(0, self.local), *one.target)
             )
-        if expert >= len(self.slots):
-            raise KeyError(f"expert {expert} of {len(self.slots)}")
-        slot = self.slots[expert]
+        if expert >= len(self.expert_map):
+            raise KeyError(f"expert {expert} of {len(self.expert_map)}")
+        slot = self.expert_map[expert]
         return None if slot < 0 else Placement(one.param, one.shape, one.source, (slot, *one.target))
 
     def _run(self) -> slice:
         """The experts kept here, which must stand in order and side by side to be read from one tensor."""
-        here = [expert for expert, slot in enumerate(self.slots) if slot >= 0]
+        here = [expert for expert, slot in enumerate(self.expert_map) if slot >= 0]
         run = slice(here[0], here[-1] + 1)
-        if list(self.slots[run]) != list(range(len(here))):
+        if list(self.expert_map[run]) != list(range(len(here))):
             raise KeyError("experts out of order")
         return run
 

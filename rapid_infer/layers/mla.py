@@ -83,7 +83,7 @@ class MLAAttention(CachedModule):
     a query latent, `qkv_a_proj` holds this rank's query heads in its place.
     """
 
-    asks_for_context = True
+    splits_context = True
 
     def __init__(self, ctx: BuildContext, config: MLAConfig) -> None:
         super().__init__()

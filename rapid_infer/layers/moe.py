@@ -53,10 +53,10 @@ class RouterConfig:
 class Router(LayerModule):
     """weight `[experts, hidden]` and, if there is one, e_score_correction_bias `[experts]` fp32; whole on every rank.
 
-    `slots`: see `Experts`.
+    `expert_map`: see `Experts`.
     """
 
-    def __init__(self, ctx: BuildContext, hidden_size: int, config: RouterConfig, slots: Sequence[int]) -> None:
+    def __init__(self, ctx: BuildContext, hidden_size: int, config: RouterConfig, expert_map: Sequence[int]) -> None:
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size, dtype=ctx.dtype), requires_grad=False)
@@ -64,18 +64,18 @@ class Router(LayerModule):
         self.register_parameter(
             "e_score_correction_bias", None if bias is None else nn.Parameter(bias, requires_grad=False)
         )
-        self.slots = torch.tensor(slots, dtype=torch.int32)
+        self.expert_map = torch.tensor(expert_map, dtype=torch.int32)
         self._logits = ctx.op("router_logits")
         self._route = ctx.op("route_experts", scoring=config.scoring, groups=config.groups)
 
-    def forward(self, x: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """(weights fp32, slots int32), both `[tokens, top_k]`."""
         config = self.config
         return self._route(
             self._logits(x, self.weight),
             self.e_score_correction_bias,
-            live,
-            self.slots,
+            token_mask,
+            self.expert_map,
             config.top_k,
             config.groups,
             config.top_groups,
@@ -88,14 +88,14 @@ class Router(LayerModule):
 class Experts(LayerModule):
     """The routed experts of this rank: gate_up_proj `[local, 2 * size, hidden]`, down_proj `[local, hidden, size]`.
 
-    `slots` maps each expert to its place in them (logical to physical), below zero for one that another rank keeps.
+    `expert_map` gives each expert's slot in them (logical to physical), below zero for one that another rank keeps.
     Every expert is cut over the tensor-parallel ranks along `size`.
     """
 
-    def __init__(self, ctx: BuildContext, hidden_size: int, intermediate_size: int, slots: Sequence[int]) -> None:
+    def __init__(self, ctx: BuildContext, hidden_size: int, intermediate_size: int, expert_map: Sequence[int]) -> None:
         super().__init__()
         self.quant = ctx.quant.experts(ctx.name)
-        specs, axis, what = self.quant.params(ctx.dtype), ExpertAxis(tuple(slots)), "features of an expert"
+        specs, axis, what = self.quant.params(ctx.dtype), ExpertAxis(tuple(expert_map)), "features of an expert"
         up, down = ctx.sub("gate_up_proj"), ctx.sub("down_proj")
         halves = tuple(cut(up, name, intermediate_size, what) for name in (0, 1))
         self.gate_up_proj = MatrixModule(up, MatrixLayout(halves, whole(None, hidden_size)), specs, axis)
@@ -128,15 +128,15 @@ class MoE(LayerModule):
     ) -> None:
         super().__init__()
         self.parallel = ctx.parallel
-        slots = range(router.num_experts)
-        self.gate = Router(ctx.sub("gate"), hidden_size, router, slots)
-        self.experts = Experts(ctx.sub("experts"), hidden_size, intermediate_size, slots)
+        expert_map = range(router.num_experts)
+        self.gate = Router(ctx.sub("gate"), hidden_size, router, expert_map)
+        self.experts = Experts(ctx.sub("experts"), hidden_size, intermediate_size, expert_map)
         self.shared_experts: GatedMLP | None = None
         if shared_size is not None:
             self.shared_experts = GatedMLP(ctx.sub("shared_experts"), hidden_size, shared_size, reduce=False)
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        live = None if batch.live is None else batch.match_tokens(batch.live, x)
-        weights, slots = self.gate(x, live)
+        token_mask = None if batch.token_mask is None else batch.match_tokens(batch.token_mask, x)
+        weights, slots = self.gate(x, token_mask)
         shared = None if self.shared_experts is None else self.shared_experts(x)
         return self.parallel.all_reduce(self.experts(x, weights, slots, shared))

@@ -55,19 +55,19 @@ class LayerStack(nn.Module):
                 continue
             layer: Any = self._modules[name]
             if name == last and name not in aux:
-                batch = self._narrowed(batch, layer)
+                batch = self._last_layer_batch(batch, layer)
             hidden, residual = layer(hidden, residual, batch)
             if name in aux:
                 batch.aux_hidden_states[int(name)] = hidden if residual is None else hidden + residual
         return hidden, residual
 
     @staticmethod
-    def _narrowed(batch: ForwardBatch, last: nn.Module) -> ForwardBatch:
+    def _last_layer_batch(batch: ForwardBatch, last: nn.Module) -> ForwardBatch:
         """For the last layer: the batch with which it leaves out the tokens that nobody asks for, if it may."""
         wanted = batch.logits_indices
         if wanted is None or len(wanted) >= batch.num_tokens or not getattr(last, "drops_tokens", False):
             return batch
-        return replace(batch, kept=wanted)
+        return replace(batch, last_layer_indices=wanted)
 
 
 @contextmanager

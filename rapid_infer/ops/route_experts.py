@@ -16,8 +16,8 @@ SCORING = ("softmax", "sigmoid")
 def route_experts(
     logits: Tensor,
     bias: Tensor | None,
-    live: Tensor | None,
-    slots: Tensor,
+    token_mask: Tensor | None,
+    expert_map: Tensor,
     top_k: int,
     groups: int,
     top_groups: int,
@@ -29,8 +29,8 @@ def route_experts(
 
     logits       `[tokens, experts]` fp32
     bias         `[experts]` fp32, added to the scores for the choice only
-    live         `[tokens]` integers, 0 for a padding token, which gets no expert; None: there is none
-    slots        `[experts]` int32: where this rank holds each expert, below zero for one that it does not
+    token_mask   `[tokens]` integers, 0 for a padding token, which gets no expert; None: there is none
+    expert_map   `[experts]` int32: where this rank holds each expert, below zero for one that it does not
     groups       of neighbouring experts, all of one size; a group is worth its best score, or, with a bias, the sum of
                  its two best
     scoring      "softmax" over all experts, or "sigmoid" of each
@@ -51,7 +51,7 @@ def route_experts(
     weights = scores.gather(1, chosen)
     if renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    where = slots[chosen]
-    if live is not None:
-        where = where.where((live > 0).unsqueeze(1), -1)
+    where = expert_map[chosen]
+    if token_mask is not None:
+        where = where.where((token_mask > 0).unsqueeze(1), -1)
     return (weights * scale).where(where >= 0, 0.0), where.where(where >= 0, -1).int()

@@ -92,7 +92,7 @@ def decode_inputs(
 class MixedInputs(NamedTuple):
     """Inputs of T tokens in R rows, padding at the end of both.
 
-    input_ids, positions `[T]` int64, slots `[groups, T]` int64: 0 for padding; live `[T]` int32: 1 for the others
+    input_ids, positions `[T]` int64, slots `[groups, T]` int64: 0 for padding; token_mask `[T]` int32: 1 for the others
     rows `[R]` int64, query_start `[R + 1]` and seq_lens `[R]` int32 with this step's tokens; padding rows have none
     decodes `[1]` int32: how many rows, the first, have one token
     last `[R]` int64: the last token of each sampled row; sampled_rows `[R]` int64, the padding row at the end;
@@ -102,7 +102,7 @@ class MixedInputs(NamedTuple):
     input_ids: Tensor
     positions: Tensor
     slots: Tensor
-    live: Tensor
+    token_mask: Tensor
     rows: Tensor
     query_start: Tensor
     seq_lens: Tensor

@@ -62,7 +62,7 @@ class PlainExperts(PlainFormat):
         gate_up = layer.gate_up_proj
         self._run = ctx.op(
             "fused_experts",
-            experts=len(gate_up.experts.slots),
+            experts=len(gate_up.experts.expert_map),
             hidden_size=gate_up.layout.ins.size,
             intermediate_size=gate_up.layout.outs[0].size,
         )

@@ -49,9 +49,9 @@ def token_buckets(limit: int) -> list[int]:
     return [*takewhile(lambda size: size < limit, chain(sizes, larger)), limit]
 
 
-def asks_for_context(model: nn.Module) -> bool:
-    """Whether mixed steps have two kinds of graphs, see `CachedModule.asks_for_context`."""
-    return any(module.asks_for_context for module in model.modules() if isinstance(module, CachedModule))
+def splits_context(model: nn.Module) -> bool:
+    """Whether mixed steps have two kinds of graphs, see `CachedModule.splits_context`."""
+    return any(module.splits_context for module in model.modules() if isinstance(module, CachedModule))
 
 
 def _fit(sizes: list[int]) -> list[int]:
@@ -80,7 +80,7 @@ class GraphRunner:
         self.max_rows = program.ring.layout.max_rows
         self.sizes, self.token_sizes = row_buckets(self.max_rows), token_buckets(max_tokens)
         self._row_bucket, self._token_bucket = _fit(self.sizes), _fit(self.token_sizes)
-        self._asks_for_context = asks_for_context(program.model)
+        self._splits_context = splits_context(program.model)
         self._mixed_output: ForwardOutput | None = None
         self._forward: dict[tuple[str, int], tuple[torch.cuda.CUDAGraph, ForwardOutput]] = {}
         self._sample: dict[Any, tuple[torch.cuda.CUDAGraph, Logprobs | None]] = {}
@@ -97,7 +97,7 @@ class GraphRunner:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Of mixed steps."""
-        return (MIXED, MIXED_NO_CONTEXT) if self._asks_for_context else (MIXED,)
+        return (MIXED, MIXED_NO_CONTEXT) if self._splits_context else (MIXED,)
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -127,7 +127,7 @@ class GraphRunner:
         if plan.is_decode:
             size = self._row_bucket[len(plan.rows)]
             return DECODE, size, size
-        kind = MIXED_NO_CONTEXT if self._asks_for_context and plan.max_context_len == 0 else MIXED
+        kind = MIXED_NO_CONTEXT if self._splits_context and plan.max_context_len == 0 else MIXED
         return kind, self._token_bucket[plan.num_tokens], self._row_bucket[max(len(plan.sampled), 1)]
 
     def launch_forward(self, key: Key) -> None:

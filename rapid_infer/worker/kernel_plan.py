@@ -22,7 +22,7 @@ from rapid_infer.loader.load import finalize
 from rapid_infer.models.checkpoint import Checkpoint
 from rapid_infer.worker import build
 from rapid_infer.worker.device_rows import DeviceRows
-from rapid_infer.worker.graph_runner import DECODE, GREEDY, GraphRunner, asks_for_context
+from rapid_infer.worker.graph_runner import DECODE, GREEDY, GraphRunner, splits_context
 from rapid_infer.worker.memory import largest_step
 from rapid_infer.worker.model_runner import make_ring
 from rapid_infer.worker.program import PROMPT_LOGPROBS_AT_ONCE, StepProgram, StepShape
@@ -122,7 +122,7 @@ class _Steps:
                 if several:
                     # Rows with a context may share parts of it.
                     yield replace(plan, max_seq_len=longest)
-                if asks_for_context(self.built.model):
+                if splits_context(self.built.model):
                     yield replace(plan, max_context_len=0)
                 if self.config.cuda_graphs:
                     continue

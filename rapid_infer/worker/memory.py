@@ -12,7 +12,7 @@ from rapid_infer.config import EngineConfig
 from rapid_infer.engine.row_fields import SamplingFeatures
 from rapid_infer.engine.step_plan import RowTokens, StepPlan, TokenLists
 from rapid_infer.errors import ConfigError
-from rapid_infer.worker.graph_runner import asks_for_context, row_buckets, token_buckets
+from rapid_infer.worker.graph_runner import row_buckets, splits_context, token_buckets
 from rapid_infer.worker.model_runner import ModelRunner
 
 WORST = SamplingFeatures(random=True, truncated=True, min_p=True, penalties=True, bias=True, logprobs=20)
@@ -93,7 +93,7 @@ def measure(runner: ModelRunner, config: EngineConfig) -> MemoryProfile:
 
 def _nodes(runner: ModelRunner, config: EngineConfig) -> int:
     rows, tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
-    kinds = 2 if asks_for_context(runner.model) else 1
+    kinds = 2 if splits_context(runner.model) else 1
     graphs = len(row_buckets(rows)) + kinds * len(token_buckets(tokens))
     return graphs * len(runner.ops.bound) * BYTES_PER_RECORDED_OP
 

@@ -107,14 +107,14 @@ class StepProgram:
         hidden = self.model(batch)
         batch.logits_indices = wanted
         prompt_hidden = None if prompt_tokens is None else hidden[prompt_tokens]
-        return ForwardOutput(batch.sampled(hidden), rows, lengths, prompt_hidden)
+        return ForwardOutput(batch.select_sampled(hidden), rows, lengths, prompt_hidden)
 
     def _decode(self, shape: StepShape) -> tuple[ForwardBatch, Tensor, Tensor]:
         """(batch, rows that get a token, their lengths)."""
         rows = self._rows[: shape.rows]
         ids, positions, lengths, slots = self._decode_inputs(*self._state, rows, *self._sizes)
         attention = self._attention(shape, rows, self._query_start[: shape.rows + 1], lengths, slots)
-        return ForwardBatch(ids, positions, attention, live=lengths), rows, lengths
+        return ForwardBatch(ids, positions, attention, token_mask=lengths), rows, lengths
 
     def _mixed(self, shape: StepShape) -> tuple[ForwardBatch, Tensor, Tensor]:
         """The same for any mix of rows; what the operator pads is cut off as far as the shape says."""
@@ -123,7 +123,7 @@ class StepProgram:
         start, lengths = made.query_start[: n + 1], made.seq_lens[:n]
         attention = self._attention(shape, made.rows[:n], start, lengths, made.slots, made.decodes)
         batch = ForwardBatch(
-            made.input_ids, made.positions, attention, live=made.live, logits_indices=made.last[:sampled]
+            made.input_ids, made.positions, attention, token_mask=made.token_mask, logits_indices=made.last[:sampled]
         )
         return batch, made.sampled_rows[:sampled], made.sampled_lens[:sampled]
 

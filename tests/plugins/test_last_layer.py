@@ -75,7 +75,7 @@ def test_attention_may_leave_no_token_out(tiny, open_llm, monkeypatch):
 
     def keep_all(x: Tensor, batch: Any) -> Tensor:
         sizes.append(len(x))
-        return forward(x, replace(batch, kept=None))
+        return forward(x, replace(batch, last_layer_indices=None))
 
     monkeypatch.setattr(last.self_attn, "forward", keep_all)
     assert llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids == expected

@@ -109,7 +109,7 @@ def test_states_after_chosen_layers_are_those_of_all_tokens(few: bool) -> None:
     result = model(given)
     torch.testing.assert_close(given.aux_hidden_states, {1: states[1], 3: states[3]})
     torch.testing.assert_close(result, hidden)
-    torch.testing.assert_close(given.sampled(result), hidden[ASKED])
+    torch.testing.assert_close(given.select_sampled(result), hidden[ASKED])
     early = batch(logits_indices=ASKED, aux_layers=(1,))
     torch.testing.assert_close(model(early), hidden[ASKED])
     torch.testing.assert_close(early.aux_hidden_states, {1: states[1]})

@@ -244,7 +244,7 @@ def test_a_stack_gives_the_states_that_are_asked_for(wanted: list[int] | None) -
     batch = ForwardBatch(token, token, [], logits_indices=indices)
     hidden, _ = LayerStack({n: Narrowing() for n in (2, 3)}, 4)(token[:, None].float(), batch)
     expected = token if indices is None else indices
-    assert torch.equal(batch.sampled(hidden), expected[:, None] + 2.0)
+    assert torch.equal(batch.select_sampled(hidden), expected[:, None] + 2.0)
 
 
 def test_the_residual_stream_starts_with_the_first_input() -> None:

@@ -101,9 +101,9 @@ def expected(weights: Weights, router: RouterConfig, x: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-def batch(tokens: int, live: Tensor | None = None) -> ForwardBatch:
+def batch(tokens: int, token_mask: Tensor | None = None) -> ForwardBatch:
     ids = torch.arange(tokens)
-    return ForwardBatch(ids, ids, [], live=live)
+    return ForwardBatch(ids, ids, [], token_mask=token_mask)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -120,22 +120,22 @@ def test_a_layer_over_ranks_equals_a_loop_over_tokens(router: RouterConfig, tp: 
 
 def test_padding_tokens_get_no_expert() -> None:
     layer, x = build(Weights.make(), ROUTER, ParallelState()), torch.randn(4, HIDDEN)
-    live = torch.tensor([7, 0, 1, 0], dtype=torch.int32)
-    weights, slots = layer.gate(x, live)
+    token_mask = torch.tensor([7, 0, 1, 0], dtype=torch.int32)
+    weights, slots = layer.gate(x, token_mask)
     assert (slots[[1, 3]] == -1).all()
     assert (slots[[0, 2]] >= 0).all()
     assert not weights[[1, 3]].any()
     full = layer(x, batch(4))
-    padded = layer(x.where(live[:, None] > 0, torch.nan), batch(4, live))
+    padded = layer(x.where(token_mask[:, None] > 0, torch.nan), batch(4, token_mask))
     torch.testing.assert_close(padded[[0, 2]], full[[0, 2]])
 
 
-@pytest.mark.parametrize("kept", [[2], [0, 3], [2, 2, 3]])
-def test_the_last_layer_knows_which_of_the_tokens_it_kept_are_padding(kept: list[int]) -> None:
+@pytest.mark.parametrize("wanted", [[2], [0, 3], [2, 2, 3]])
+def test_the_last_layer_knows_which_of_the_tokens_it_kept_are_padding(wanted: list[int]) -> None:
     layer, x = build(Weights.make(), ROUTER, ParallelState()), torch.randn(4, HIDDEN)
-    live, index = torch.tensor([7, 0, 1, 0], dtype=torch.int32), torch.tensor(kept)
-    narrowed = replace(batch(4, live), logits_indices=index, kept=index)
-    torch.testing.assert_close(layer(x[index], narrowed), layer(x, batch(4, live))[index])
+    token_mask, index = torch.tensor([7, 0, 1, 0], dtype=torch.int32), torch.tensor(wanted)
+    last = replace(batch(4, token_mask), logits_indices=index, last_layer_indices=index)
+    torch.testing.assert_close(layer(x[index], last), layer(x, batch(4, token_mask))[index])
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -145,11 +145,11 @@ def test_ranks_with_experts_of_their_own_add_up(fused: bool) -> None:
     layer = build(weights, ROUTER, ParallelState())
     whole, total = layer(x, batch(9)), torch.zeros(9, HIDDEN)
     for mine in (range(4), range(4, EXPERTS)):
-        slots = [e - mine.start if e in mine else -1 for e in range(EXPERTS)]
-        experts = Experts(context().sub("experts"), HIDDEN, SIZE, slots)
+        expert_map = [e - mine.start if e in mine else -1 for e in range(EXPERTS)]
+        experts = Experts(context().sub("experts"), HIDDEN, SIZE, expert_map)
         assert experts.gate_up_proj.weight.shape == (len(mine), 2 * SIZE, HIDDEN)
         fill(experts, weights, fused)
-        layer.gate.slots = torch.tensor(slots, dtype=torch.int32)
+        layer.gate.expert_map = torch.tensor(expert_map, dtype=torch.int32)
         routed, places = layer.gate(x, None)
         total += fused_experts(x, experts.gate_up_proj.weight, experts.down_proj.weight, routed, places, None)
     assert layer.shared_experts is not None

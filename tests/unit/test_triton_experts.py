@@ -163,13 +163,13 @@ def test_no_expert_adds_nothing_whatever_memory_holds(tokens: int, monkeypatch: 
 
 def test_nan_scores_give_no_expert() -> None:
     logits = torch.tensor([[0.1, 0.4, 0.2, 0.3], [math.nan] * 4], device=DEVICE)
-    slots = torch.arange(4, dtype=torch.int32, device=DEVICE)
+    expert_map = torch.arange(4, dtype=torch.int32, device=DEVICE)
     for scoring in ("softmax", "sigmoid"):
-        weights, places = route_experts(logits, None, None, slots, 2, 1, 1, scoring, True, 1.0)
+        weights, places = route_experts(logits, None, None, expert_map, 2, 1, 1, scoring, True, 1.0)
         assert places.tolist() == [[1, 3], [-1, -1]]
         assert weights[1].tolist() == [0.0, 0.0]
     logits[1, 2] = 0.1
-    weights, places = route_experts(logits, None, None, slots, 2, 1, 1, "sigmoid", True, 1.0)
+    weights, places = route_experts(logits, None, None, expert_map, 2, 1, 1, "sigmoid", True, 1.0)
     assert places[1].tolist() == [2, -1]
     assert weights[1].tolist() == [1.0, 0.0]
 
@@ -178,14 +178,14 @@ def test_nan_scores_give_no_expert() -> None:
 def test_choices_below_zero_and_groups_that_fill_no_power_of_two(groups: int) -> None:
     """More than are left are not asked for: 3 groups of 4 experts give 12."""
     logits, bias = torch.randn(9, 20, device=DEVICE), torch.randn(20, device=DEVICE) - 1
-    slots = torch.randperm(20).int().to(DEVICE) - 2
-    arguments = (logits, bias, None, slots, 12, groups, min(groups, 3), "sigmoid", True, 2.5)
+    expert_map = torch.randperm(20).int().to(DEVICE) - 2
+    arguments = (logits, bias, None, expert_map, 12, groups, min(groups, 3), "sigmoid", True, 2.5)
     for got, expected in zip(route_experts(*arguments), OPS["route_experts"].reference(*arguments)):
         torch.testing.assert_close(got, expected)
 
 
 def test_equal_scores_go_to_the_lower_number() -> None:
-    slots = torch.arange(6, dtype=torch.int32, device=DEVICE)
+    expert_map = torch.arange(6, dtype=torch.int32, device=DEVICE)
     bias = torch.zeros(6, device=DEVICE)
-    places = route_experts(torch.zeros(1, 6, device=DEVICE), bias, None, slots, 3, 3, 2, "sigmoid", True, 1.0)[1]
+    places = route_experts(torch.zeros(1, 6, device=DEVICE), bias, None, expert_map, 3, 3, 2, "sigmoid", True, 1.0)[1]
     assert places.tolist() == [[0, 1, 2]]

@@ -49,8 +49,8 @@ def route_experts(dtype: torch.dtype, device: str) -> Iterator[Case]:
         tokens = 7
         # Distinct by far more than rounding, in every order: no close call decides the test.
         order = torch.stack([torch.randperm(experts) for _ in range(tokens)]).float()
-        live = torch.tensor([3, 0, 1, 9, 0, 2, 1], dtype=torch.int32, device=device) if i % 2 else None
-        slots = torch.randperm(experts).int().where(torch.arange(experts) % 5 < 4, -1) if i > 1 else None
+        token_mask = torch.tensor([3, 0, 1, 9, 0, 2, 1], dtype=torch.int32, device=device) if i % 2 else None
+        expert_map = torch.randperm(experts).int().where(torch.arange(experts) % 5 < 4, -1) if i > 1 else None
         bias = None
         if biased:
             # Below zero for all: a mask of zeros instead of minus infinity would win.
@@ -59,8 +59,8 @@ def route_experts(dtype: torch.dtype, device: str) -> Iterator[Case]:
             {
                 "logits": ((order - experts / 2) * (4 / experts)).to(device),
                 "bias": bias,
-                "live": live,
-                "slots": (slots if slots is not None else torch.arange(experts).int()).to(device),
+                "token_mask": token_mask,
+                "expert_map": (expert_map if expert_map is not None else torch.arange(experts).int()).to(device),
                 "top_k": top_k,
                 "groups": groups,
                 "top_groups": top_groups,

@@ -75,8 +75,8 @@ def mixed_inputs(
     positions[:total] = place
     slots = np.zeros((len(tables), num_tokens), np.int64)
     slots[:, :total] = slots_of(tables, owner, place, block_size)
-    live = np.zeros(num_tokens, np.int32)
-    live[:total] = 1
+    token_mask = np.zeros(num_tokens, np.int32)
+    token_mask[:total] = 1
 
     chosen = np.flatnonzero(entry[layout.sampled : layout.sampled + n])
     last, sampled_rows = np.zeros(max_rows, np.int64), np.full(max_rows, padding, np.int64)
@@ -84,8 +84,8 @@ def mixed_inputs(
     last[:sampled], sampled_rows[:sampled] = query_start[chosen + 1] - 1, rows[chosen]
     sampled_lens[:sampled] = seq_lens[chosen]
     decodes = entry[StepLayout.NUM_DECODES : StepLayout.NUM_DECODES + 1].copy()
-    made = input_ids, positions, slots, live, rows, query_start, seq_lens, decodes, last, sampled_rows, sampled_lens
-    return MixedInputs(*map(torch.from_numpy, made))
+    of_tokens, of_rows = (input_ids, positions, slots, token_mask), (rows, query_start, seq_lens)
+    return MixedInputs(*map(torch.from_numpy, (*of_tokens, *of_rows, decodes, last, sampled_rows, sampled_lens)))
 
 
 @register("commit_tokens", "cpu", priority=10, supports=not_on_cpu, capturable=False)

@@ -29,10 +29,10 @@ def _rank(x, exists):
 
 @triton.jit
 def _route_kernel(
-    logits_ptr, bias_ptr, live_ptr, slots_ptr, weights_ptr, out_ptr, stride, scale,
+    logits_ptr, bias_ptr, token_mask_ptr, expert_map_ptr, weights_ptr, out_ptr, stride, scale,
     EXPERTS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
     TOP_K: tl.constexpr, TOP_K_PAD: tl.constexpr, TOP_GROUPS: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr,
-    LIVE: tl.constexpr, RENORMALIZE: tl.constexpr, PDL: tl.constexpr,
+    TOKEN_MASK: tl.constexpr, RENORMALIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Scores stand as `[groups, experts of a group]`, both padded to powers of two."""
     start_next(PDL)
@@ -40,15 +40,15 @@ def _route_kernel(
     group, member = tl.arange(0, GROUPS_PAD), tl.arange(0, SIZE_PAD)
     expert = group[:, None] * SIZE + member[None, :]
     exists = (group < GROUPS)[:, None] & (member < SIZE)[None, :]
-    slots = tl.load(slots_ptr + expert, mask=exists, other=-1)
+    expert_map = tl.load(expert_map_ptr + expert, mask=exists, other=-1)
     bias = 0.0
     if BIAS:
         bias = tl.load(bias_ptr + expert, mask=exists, other=0.0)
     wait_previous(PDL)
     logits = tl.load(logits_ptr + token * stride + expert, mask=exists, other=float("-inf"))
-    live = 1
-    if LIVE:
-        live = tl.load(live_ptr + token)
+    token_mask = 1
+    if TOKEN_MASK:
+        token_mask = tl.load(token_mask_ptr + token)
     if SIGMOID:
         score = tl.sigmoid(logits)
     else:
@@ -73,19 +73,19 @@ def _route_kernel(
     expert = tl.ravel(expert)
     rank = tl.ravel(_rank(choice, exists))
     bits = tl.ravel(score.to(tl.int32, bitcast=True))
-    slots = tl.ravel(slots)
+    expert_map = tl.ravel(expert_map)
     for i in tl.static_range(TOP_K):
         best = tl.max(rank, 0)
         found = (rank == best) & (best > -0x80000000)
         # The lowest of equals, or none, as with NaN.
         mine = found & (expert == tl.min(tl.where(found, expert, EXPERTS), 0))
-        slot = tl.where(place == i, tl.max(tl.where(mine, slots, -1), 0), slot)
+        slot = tl.where(place == i, tl.max(tl.where(mine, expert_map, -1), 0), slot)
         weights = tl.where(place == i, tl.sum(tl.where(mine, bits, 0), 0), weights)
         rank = tl.where(mine, -0x80000000, rank)
     weights = weights.to(tl.float32, bitcast=True)
     if RENORMALIZE:
         weights = weights / (tl.sum(weights, 0) + 1e-20)
-    slot = tl.where(live > 0, slot, -1)
+    slot = tl.where(token_mask > 0, slot, -1)
     to = token * TOP_K + place
     tl.store(weights_ptr + to, tl.where(slot >= 0, weights * scale, 0.0), mask=place < TOP_K)
     tl.store(out_ptr + to, slot, mask=place < TOP_K)
@@ -94,8 +94,8 @@ def _route_kernel(
 def route_experts(
     logits: Tensor,
     bias: Tensor | None,
-    live: Tensor | None,
-    slots: Tensor,
+    token_mask: Tensor | None,
+    expert_map: Tensor,
     top_k: int,
     groups: int,
     top_groups: int,
@@ -110,11 +110,11 @@ def route_experts(
     size = experts // groups
     if tokens:
         _route_kernel[(tokens,)](
-            logits, bias if bias is not None else logits, live if live is not None else slots, slots, weights, out,
-            logits.stride(0), scale,
+            logits, bias if bias is not None else logits, token_mask if token_mask is not None else expert_map,
+            expert_map, weights, out, logits.stride(0), scale,
             EXPERTS=experts, GROUPS=groups, GROUPS_PAD=triton.next_power_of_2(groups),
             SIZE=size, SIZE_PAD=triton.next_power_of_2(size), TOP_K=top_k, TOP_K_PAD=triton.next_power_of_2(top_k),
-            TOP_GROUPS=top_groups, SIGMOID=scoring == "sigmoid", BIAS=bias is not None, LIVE=live is not None,
-            RENORMALIZE=renormalize, num_warps=1, **options(logits),
+            TOP_GROUPS=top_groups, SIGMOID=scoring == "sigmoid", BIAS=bias is not None,
+            TOKEN_MASK=token_mask is not None, RENORMALIZE=renormalize, num_warps=1, **options(logits),
         )  # fmt: skip
     return weights, out

@@ -127,7 +127,7 @@ def _mixed_rows_kernel(
 @triton.jit(do_not_specialize=["num_tokens"])
 def _mixed_tokens_kernel(
     ring_ptr, step_ptr, block_tables_ptr, last_token_ptr, rows_ptr, query_start_ptr, seq_lens_ptr,
-    input_ids_ptr, positions_ptr, slots_ptr, live_ptr,
+    input_ids_ptr, positions_ptr, slots_ptr, token_mask_ptr,
     ring_slots, ring_stride, tokens_at, max_rows, table_rows, max_blocks, num_tokens, block_size,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -147,7 +147,7 @@ def _mixed_tokens_kernel(
     newest = tl.load(last_token_ptr + row, mask=real, other=0)
     tl.store(input_ids_ptr + token, tl.where(known < 0, newest, known.to(tl.int64)), mask=inside)
     tl.store(positions_ptr + token, position, mask=inside)
-    tl.store(live_ptr + token, real.to(tl.int32), mask=inside)
+    tl.store(token_mask_ptr + token, real.to(tl.int32), mask=inside)
     for group in tl.static_range(GROUPS):
         block = block_of(block_tables_ptr, group * table_rows + row, max_blocks, position, block_size, real, CACHE="")
         slot = tl.where(real, slot_in(block, position, block_size), 0)
@@ -175,7 +175,7 @@ def mixed_inputs(
         input_ids=empty(num_tokens),
         positions=empty(num_tokens),
         slots=empty(groups, num_tokens),
-        live=empty(num_tokens, dtype=torch.int32),
+        token_mask=empty(num_tokens, dtype=torch.int32),
         rows=empty(count),
         query_start=empty(count + 1, dtype=torch.int32),
         seq_lens=empty(count, dtype=torch.int32),
@@ -193,7 +193,7 @@ def mixed_inputs(
     )  # fmt: skip
     _mixed_tokens_kernel[(triton.cdiv(num_tokens, TOKENS_AT_ONCE),)](
         ring, step, block_tables, last_token, made.rows, made.query_start, made.seq_lens,
-        made.input_ids, made.positions, made.slots, made.live, ring.shape[0], ring.stride(0),
+        made.input_ids, made.positions, made.slots, made.token_mask, ring.shape[0], ring.stride(0),
         layout.tokens, count, table_rows, max_blocks, num_tokens, block_size,
         GROUPS=groups, ROWS=padded, TOKENS=TOKENS_AT_ONCE, num_warps=4, **options(length),
     )  # fmt: skip
