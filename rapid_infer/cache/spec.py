@@ -1,7 +1,6 @@
 """What one layer caches. Modules with equal specs form groups, each with one block table per row.
 
-The engine sees specs only through `policy`, and memory through `page_bytes` and `layout`; nobody asks which attention
-they serve.
+The engine sees specs only through `policy`, and memory through `page_bytes` and `layout`; no one asks what they serve.
 """
 
 from __future__ import annotations

@@ -36,9 +36,8 @@ class CachedModule(LayerModule):
 class Attention(CachedModule):
     """Grouped-query causal attention over paged keys and values.
 
-    Norms q and k per head (if given), rotates them (if `rope`), writes k and v to the cache, and attends; it is the
-    only writer.
-    `window`, `soft_cap` and `sinks` as in `AttentionParams`. Head counts are this rank's.
+    Norms q and k per head (if given), rotates them (if `rope`), writes k and v to the cache, and attends; nothing
+    else writes there. `window`, `soft_cap` and `sinks` as in `AttentionParams`. Head counts are this rank's.
     """
 
     def __init__(

@@ -35,8 +35,8 @@ class DecoderConfig:
 class DecoderLayer(LayerModule):
     """Norm, attention, norm, feed-forward, each pair's result added to the residual stream.
 
-    `self_attn(x, batch)` gives `[tokens, hidden]`, in the last layer of those tokens alone that
-    `batch.select_tokens` leaves (as `Attention` does by itself) or of all; `mlp(x, batch)` keeps its tokens.
+    `self_attn(x, batch)` gives `[tokens, hidden]`, in the last layer of those tokens alone that `batch.select_tokens`
+    leaves (as `Attention` does by itself) or of all; `mlp(x, batch)` keeps its tokens.
     """
 
     drops_tokens = True

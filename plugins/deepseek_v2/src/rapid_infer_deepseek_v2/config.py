@@ -12,8 +12,10 @@ GREEDY, GROUPS, BIASED = "greedy", "group_limited_greedy", "noaux_tc"
 
 @dataclass(frozen=True)
 class DeepseekConfig(DecoderConfig):
-    """`sparse`: per layer, whether its feed-forward part is a mixture of experts. `draft_layers` follow the others in
-    the checkpoint.
+    """A decoder's config, and what DeepSeek adds.
+
+    sparse        per layer, whether its feed-forward part is a mixture of experts
+    draft_layers  how many more layers follow those in the checkpoint, for drafting
     """
 
     intermediate_size: int

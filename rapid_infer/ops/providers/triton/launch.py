@@ -1,5 +1,4 @@
-"""Programmatic dependent launch: a kernel starts while the one before it still runs, and waits before it reads its
-results.
+"""Programmatic dependent launch: a kernel starts while the one before it still runs, and waits for its results.
 
 A kernel launched with `options(x)` takes the constexpr `PDL`, and calls `start_next` first and `wait_previous` before
 its first access to anything but weights; the wait also orders its writes.

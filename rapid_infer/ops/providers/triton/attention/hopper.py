@@ -215,8 +215,9 @@ def hopper_kernel(
     WINDOW: gl.constexpr, CAP: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Items are a kv head and a tile of 128 query heads, a whole number of tokens: each program takes the next one that
-    nobody has taken, and copies its keys while it ends another. Arguments as of the Triton kernel; STAGES are of two
-    pages.
+    nobody has taken, and copies its keys while it ends another.
+
+    Arguments as of the Triton kernel; STAGES are of two pages.
     """
     _grid_wait(PDL)
     item = gl.program_id(0)

@@ -40,8 +40,9 @@ class Parts:
 def make_parts(
     metadata: AttentionMetadata, tokens: int, per_tile: int, kv_heads: int, queries: int, dim_pad: int
 ) -> Parts | None:
-    """For a step with `tokens` tokens in tiles of `per_tile`, made by its first layer; None where tiles keep all
-    multiprocessors busy.
+    """For a step with `tokens` tokens in tiles of `per_tile`, made by its first layer.
+
+    None where tiles keep all multiprocessors busy.
     """
     device = metadata.seq_lens.device
     count = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(device) // kv_heads
