@@ -2,7 +2,7 @@
 
 # ruff: noqa: F401
 # The imports are the list of what there is.
-from rapid_infer.cache.spec import FullKV, LatentKV
+from rapid_infer.cache.spec import MLAKV, FullKV
 from rapid_infer.errors import ConfigError
 from rapid_infer.layers.attention import Attention, CachedModule
 from rapid_infer.layers.batch import ForwardBatch
@@ -16,7 +16,7 @@ from rapid_infer.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from rapid_infer.layers.mla import LatentAttention, LatentAttentionConfig
+from rapid_infer.layers.mla import MLAAttention, MLAConfig
 from rapid_infer.layers.mlp import GatedMLP
 from rapid_infer.layers.moe import MoE, RouterConfig
 from rapid_infer.layers.norm import RMSNorm

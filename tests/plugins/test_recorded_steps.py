@@ -193,7 +193,7 @@ def test_a_step_that_stopped_half_way_leaves_the_next_ones_as_they_are(
     check((eager, recorded), batch, [greedy] * 3)
 
 
-def test_decode_steps_are_recorded_before_all_others(open_llm, qwen3) -> None:
+def test_ways_to_sample_are_recorded_after_all_forwards(open_llm, qwen3) -> None:
     load_providers()
     order: list[str] = []
 
@@ -204,5 +204,5 @@ def test_decode_steps_are_recorded_before_all_others(open_llm, qwen3) -> None:
 
     llm = open_llm(qwen3, max_num_batched_tokens=16, op_priority={name: ["torch"] for name in OPS}, **OPTIONS)
     runner_of(llm).capture(16, Noting())
-    kinds = ["sample" if what.startswith("finish") else what.rsplit(maxsplit=1)[1] for what in order]
-    assert [kind for kind, _ in groupby(kinds)] == ["rows", "tokens", "sample"]
+    kinds = ["sample" if what.startswith("sampling") else what.rsplit(maxsplit=1)[1] for what in order]
+    assert [kind for kind, _ in groupby(kinds)] == ["tokens", "rows", "sample"]
