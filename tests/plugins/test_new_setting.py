@@ -23,7 +23,7 @@ EDITS: dict[str, dict[str, str]] = {
         "    masks: bool": (
             "    scaled: bool = _asked(lambda request: request.params.logit_scale != 1)\n    masks: bool"
         ),
-        "return self.penalties or": "return self.scaled or self.penalties or",
+        "self.penalties or": "self.scaled or self.penalties or",
     },
     "worker/sample.py": {
         "    if not features.random:\n": (

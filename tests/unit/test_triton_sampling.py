@@ -248,7 +248,7 @@ def test_sample_gives_the_same_tokens_with_either(features: SamplingFeatures) ->
     state.top_p[::5] = 0.8
     state.min_p[::4] = 0.05
     rows = torch.arange(n, 0, -1, device=DEVICE)
-    args = logits, state.take(rows), rows + 3, features
+    args = logits, state.gather_rows(rows), rows + 3, features
     (want, want_failed), (got, failed) = sample_logits(*args), sample_logits(*args, TRITON)
     assert torch.equal(got, want)
     assert torch.equal(failed, want_failed)
