@@ -85,7 +85,7 @@ class WeightMap:
 
     def trace_name(self, name: str) -> tuple[tuple[NameTrace, ...], Ignored | None, tuple[int, ...]]:
         """What `name` becomes, the reason when it is ignored, and the positions of the rules that matched."""
-        traces: tuple[NameTrace, ...] = (NameTrace(tuple(name.split("."))),)
+        traces: tuple[NameTrace, ...] = (NameTrace(name),)
         dropped: Ignored | None = None
         matched: list[int] = []
         for position, rule in enumerate(self.rules):
@@ -103,7 +103,7 @@ class WeightMap:
 
     def rows(self) -> list[Row]:
         """The table as (kind, source, target, note), in order."""
-        return [rule.row() for rule in self.rules]
+        return [rule.row for rule in self.rules]
 
     def __str__(self) -> str:
         rows = [Row("rule", "checkpoint", "model", "note"), *self.rows()]
@@ -112,4 +112,5 @@ class WeightMap:
 
 
 def _target_of(trace: NameTrace) -> Target:
-    return Target(".".join(trace.name[:-1]), trace.name[-1], trace.part, trace.expert, trace.index)
+    path, _, leaf = trace.name.rpartition(".")
+    return Target(path, leaf, trace.part, trace.expert, trace.index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rapid_infer.loader.rules import Ignored, Rule
+from rapid_infer.loader.rules import EXPERT, Ignore, Ignored, Place, Rename, Rule
 from rapid_infer.loader.weight_map import Target, WeightMap
 
 
@@ -29,13 +29,13 @@ def _duplicates(table: WeightMap) -> Iterator[str]:
 def _unreached(table: WeightMap) -> Iterator[str]:
     """Rules that never see a name they are there for, because an earlier rule takes or changes it."""
     for position, rule in enumerate(table.rules):
-        for sample in rule.samples():
+        for sample in _samples(rule):
             _, _, matched = table.trace_name(sample)
             earlier = [before for before in matched if before < position]
             if position in matched or not earlier or rule in table.rules[:position]:
                 continue
             rival = earlier[-1]
-            kind = "ambiguous" if sample in table.rules[rival].samples() else "shadowed"
+            kind = "ambiguous" if sample in _samples(table.rules[rival]) else "shadowed"
             late, first = _rule_name(table, position), _rule_name(table, rival)
             yield f"{kind}: {late} never sees {sample}, which {first} takes first"
 
@@ -52,7 +52,7 @@ def _ties(table: WeightMap) -> Iterator[str]:
 
 def _unstable(table: WeightMap) -> Iterator[str]:
     for rule in table.rules:
-        for sample in rule.samples():
+        for sample in _samples(rule):
             targets = table.resolve(sample)
             if isinstance(targets, Ignored):
                 continue
@@ -71,5 +71,18 @@ def _resolve_again(table: WeightMap, target: Target) -> set[str]:
 
 
 def _rule_name(table: WeightMap, position: int) -> str:
-    row = table.rules[position].row()
+    row = table.rules[position].row
     return f"rule {position + 1} ({row.kind} {row.source})"
+
+
+def _samples(rule: Rule) -> list[str]:
+    """Checkpoint names that a rule is there for."""
+    match rule:
+        case Rename(source, at_start=at_start):
+            return [f"{'' if at_start else 'x.'}{source.replace('*', '0')}.weight"]
+        case Place(sources=sources):
+            return [f"x.{source.path.replace(EXPERT, '0')}{'' if source.bare else '.weight'}" for source in sources]
+        case Ignore(pattern):
+            return [pattern.replace("**", "x").replace("*", "0")]
+        case _:
+            return []

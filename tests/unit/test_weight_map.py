@@ -45,6 +45,7 @@ def test_stack_gives_the_part_and_keeps_the_leaf(source: str, part: str, leaf: s
 def test_default_parts_are_positions_and_one_source_is_the_whole() -> None:
     assert only(WeightMap([GATE_UP]), "a.up_proj.weight") == Target("a.gate_up_proj", "weight", 1)
     assert only(WeightMap([stack("wo", "o_proj")]), "a.wo.weight") == Target("a.o_proj", "weight", None)
+    assert only(WeightMap([stack("wo", "o_proj")]), "a.wo") == Target("a", "wo")
 
 
 def test_components_are_never_matched_in_part() -> None:
@@ -70,7 +71,9 @@ def test_rename_replaces_runs_anywhere_or_at_the_start() -> None:
 
 
 def test_rename_to_nothing_drops_the_run() -> None:
-    assert only(WeightMap([rename("module", "", at_start=True)]), "module.lm_head.weight").name == "lm_head.weight"
+    table = WeightMap([rename("module", "", at_start=True)])
+    assert only(table, "module.lm_head.weight").name == "lm_head.weight"
+    assert only(table, "module").name == "module"
 
 
 def test_a_star_matches_one_component_and_carries_over() -> None:
