@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 from rapid_infer.cache.block_pool import BlockPool
 
@@ -19,94 +19,60 @@ def blocks_for(tokens: int, block_size: int) -> int:
     return math.ceil(tokens / block_size)
 
 
-class GroupPolicy(Protocol):
-    """Frozen: equal specs have equal policies."""
+@dataclass(frozen=True)
+class GroupPolicy:
+    """As it stands, that of a paged group: every position is seen by all later ones, and each block is kept to the end.
 
-    @property
-    def max_rollback(self) -> int | None:
-        """How many tokens can be taken back after they were written; None for any number."""
-        ...
+    Other kinds of groups override what differs. Equal specs have equal policies.
+    """
 
-    @property
-    def trims(self) -> bool:
-        """Whether `trim` may ever find something."""
-        ...
+    block_size: int
 
-    @property
-    def checkpoints(self) -> bool:
-        """Whether blocks hold what stands for all tokens before, and are named where `keeps` says so."""
-        ...
+    max_rollback: ClassVar[int | None] = None
+    """How many tokens can be taken back after they were written; None for any number."""
+
+    trims: ClassVar[bool] = False
+    """Whether `trim` may ever find something."""
+
+    checkpoints: ClassVar[bool] = False
+    """Whether blocks hold what stands for all tokens before, and are named where `keeps` says so."""
 
     def most(self, tokens: int, max_query: int) -> int:
         """Most blocks a request of `tokens` tokens holds at once, computing at most `max_query` of them in a step."""
-        ...
-
-    def need(self, table: Sequence[int], tokens: int, pool: BlockPool) -> int:
-        """How many blocks `grow` would take from the pool."""
-        ...
-
-    def grow(self, table: list[int], tokens: int, pool: BlockPool) -> list[int]:
-        """Add columns until the table holds `tokens` tokens; returns what it takes out that the step still reads."""
-        ...
-
-    def trim(self, table: list[int], computed: int) -> list[int]:
-        """Take out, and return, the blocks that no position from `computed` on can see."""
-        ...
-
-    def resume(self, hashes: Sequence[bytes], cached: Callable[[bytes], bool]) -> int:
-        """The most leading blocks of a prompt with these hashes after which it can go on from what is cached."""
-        ...
-
-    def seen_from(self, column: int) -> int:
-        """The first column that a request needs that goes on at the beginning of `column`."""
-        ...
-
-    def end_of_step(self, start: int, stop: int, prompt: int) -> int:
-        """Where a step of positions `start .. stop` of a request should end, after `start`."""
-        ...
-
-    def keeps(self, computed: int, prompt: int) -> bool:
-        """Whether the block that stands for `computed` tokens is to be named."""
-        ...
-
-
-@dataclass(frozen=True)
-class PagedPolicy:
-    """Every position is seen by all later ones: one block for each `block_size` tokens, kept to the end."""
-
-    block_size: int
-    max_rollback = None
-    trims = False
-    checkpoints = False
-
-    def most(self, tokens: int, max_query: int) -> int:
         return blocks_for(tokens, self.block_size)
 
     def need(self, table: Sequence[int], tokens: int, pool: BlockPool) -> int:
+        """How many blocks `grow` would take from the pool."""
         return max(-(-tokens // self.block_size) - len(table), 0)
 
     def grow(self, table: list[int], tokens: int, pool: BlockPool) -> list[int]:
+        """Add columns until the table holds `tokens` tokens; returns what it takes out that the step still reads."""
         table += pool.allocate(self.need(table, tokens, pool))
         return []
 
     def trim(self, table: list[int], computed: int) -> list[int]:
+        """Take out, and return, the blocks that no position from `computed` on can see."""
         return []
 
     def resume(self, hashes: Sequence[bytes], cached: Callable[[bytes], bool]) -> int:
+        """The most leading blocks of a prompt with these hashes after which it can go on from what is cached."""
         return next((i for i, digest in enumerate(hashes) if not cached(digest)), len(hashes))
 
     def seen_from(self, column: int) -> int:
+        """The first column that a request needs that goes on at the beginning of `column`."""
         return 0
 
     def end_of_step(self, start: int, stop: int, prompt: int) -> int:
+        """Where a step of positions `start .. stop` of a request should end, after `start`."""
         return stop
 
     def keeps(self, computed: int, prompt: int) -> bool:
+        """Whether the block that stands for `computed` tokens is to be named."""
         return False
 
 
 @dataclass(frozen=True)
-class WindowPolicy(PagedPolicy):
+class WindowPolicy(GroupPolicy):
     """A position sees itself and the `window - 1` before it: blocks that all later ones are past go back."""
 
     window: int
@@ -144,7 +110,7 @@ class WindowPolicy(PagedPolicy):
 
 
 @dataclass(frozen=True)
-class StatePolicy:
+class StatePolicy(GroupPolicy):
     """One block holds all that a recurrent layer keeps of a request: it is read and overwritten by each step.
 
     A step of positions `start .. stop` reads the block at the column of `start - 1`, unless it starts at 0, and writes
@@ -154,10 +120,8 @@ class StatePolicy:
     block boundary before a prompt's end, where they are made to.
     """
 
-    block_size: int
     every: int = 1
     max_rollback = 0
-    trims = False
     checkpoints = True
 
     def most(self, tokens: int, max_query: int) -> int:
@@ -180,9 +144,6 @@ class StatePolicy:
         table += [0] * (columns - len(table) - 1)
         table += fresh or left
         return left if fresh else []
-
-    def trim(self, table: list[int], computed: int) -> list[int]:
-        return []
 
     def resume(self, hashes: Sequence[bytes], cached: Callable[[bytes], bool]) -> int:
         return next((n for n in range(len(hashes), 0, -1) if cached(hashes[n - 1])), 0)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
-from rapid_infer.cache.groups import GroupPolicy, PagedPolicy, WindowPolicy, blocks_for
+from rapid_infer.cache.groups import GroupPolicy, WindowPolicy, blocks_for
 
 __all__ = ["MLAKV", "CacheGroup", "CacheSpec", "FullKV", "blocks_for"]
 
@@ -20,50 +19,37 @@ reads there has no weight, but must be this row's own: 0 times another row's NaN
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
-class CacheSpec(Protocol):
-    """Frozen and hashable: equality decides the grouping."""
+class CacheSpec:
+    """A frozen dataclass: equality decides the grouping. As it stands, a block holds `block_size` tokens, all kept."""
 
-    @property
-    def dtype(self) -> str:
-        """Name of the element type, such as "bfloat16"."""
-        ...
+    dtype: str
+    """Name of the element type, such as "bfloat16"."""
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes one more token takes in one layer."""
-        ...
+        raise NotImplementedError
 
     @property
     def storage(self) -> Hashable:
         """Groups where this is equal take their blocks from one pool, and lie in one tensor."""
-        ...
+        return self
 
     def page_bytes(self, block_size: int) -> int:
         """Bytes of one block in one layer."""
-        ...
+        return block_size * self.bytes_per_token
 
     def layout(self, layers: int, blocks: int, block_size: int) -> tuple[int, ...]:
         """Shape of a pool's one tensor; its first dimension is the layer."""
-        ...
+        raise NotImplementedError
 
     def policy(self, block_size: int) -> GroupPolicy:
         """Which blocks a request needs."""
-        ...
-
-
-class _PerToken:
-    """A block holds `block_size` tokens."""
-
-    @property
-    def bytes_per_token(self) -> int:
-        raise NotImplementedError
-
-    def page_bytes(self, block_size: int) -> int:
-        return block_size * self.bytes_per_token
+        return GroupPolicy(block_size)
 
 
 @dataclass(frozen=True)
-class FullKV(_PerToken):
+class FullKV(CacheSpec):
     """Keys and values of every token: `[layers, 2 (K, V), blocks, block_size, kv_heads, head_dim]`.
 
     `kv_heads` is this rank's count. `window` is part of the spec, so layers with and without one form two groups.
@@ -86,11 +72,13 @@ class FullKV(_PerToken):
         return replace(self, window=None)
 
     def policy(self, block_size: int) -> GroupPolicy:
-        return PagedPolicy(block_size) if self.window is None else WindowPolicy(block_size, self.window + KEY_TILE - 1)
+        if self.window is None:
+            return super().policy(block_size)
+        return WindowPolicy(block_size, self.window + KEY_TILE - 1)
 
 
 @dataclass(frozen=True)
-class MLAKV(_PerToken):
+class MLAKV(CacheSpec):
     """A latent and a rope key that all heads share: `[layers, blocks, block_size, rank + rope_dim]`.
 
     Every rank holds the same values: tensor parallelism does not divide them.
@@ -106,13 +94,6 @@ class MLAKV(_PerToken):
 
     def layout(self, layers: int, blocks: int, block_size: int) -> tuple[int, ...]:
         return (layers, blocks, block_size, self.rank + self.rope_dim)
-
-    @property
-    def storage(self) -> Hashable:
-        return self
-
-    def policy(self, block_size: int) -> GroupPolicy:
-        return PagedPolicy(block_size)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ early reuse fails a check.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ import numpy as np
 from rapid_infer.cache.block_pool import BlockPool
 from rapid_infer.cache.groups import GroupPolicy, StatePolicy, WindowPolicy
 from rapid_infer.cache.pools import shared_pools
-from rapid_infer.cache.spec import CacheGroup, FullKV
+from rapid_infer.cache.spec import CacheGroup, CacheSpec, FullKV
 from rapid_infer.engine.executor import ModelInfo
 from rapid_infer.engine.request import Request
 from rapid_infer.engine.step_plan import RowMasks, StepPlan, StepResult
@@ -36,16 +36,12 @@ class ToyKV(FullKV):
 
 
 @dataclass(frozen=True)
-class ToyState:
+class ToyState(CacheSpec):
     """What a recurrent layer keeps of a sequence: one number for all tokens so far."""
 
     every: int = 1
     dtype = "float32"
     bytes_per_token = 0
-
-    @property
-    def storage(self) -> Hashable:
-        return self
 
     def page_bytes(self, block_size: int) -> int:
         return 4

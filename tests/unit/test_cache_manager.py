@@ -7,7 +7,7 @@ import pytest
 from fake_executor import ToyKV
 
 from rapid_infer.cache import prefix
-from rapid_infer.cache.groups import GroupPolicy, PagedPolicy
+from rapid_infer.cache.groups import GroupPolicy
 from rapid_infer.cache.manager import Blocks, CacheManager
 from rapid_infer.cache.pools import shared_pools
 from rapid_infer.cache.spec import MLAKV, CacheGroup, FullKV
@@ -25,7 +25,7 @@ class EverySecond(FullKV):
         return EverySecondPolicy(block_size)
 
 
-class EverySecondPolicy(PagedPolicy):
+class EverySecondPolicy(GroupPolicy):
     def resume(self, hashes: Sequence[bytes], cached: Callable[[bytes], bool]) -> int:
         return super().resume(hashes, cached) // 2 * 2
 
