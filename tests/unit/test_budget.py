@@ -138,9 +138,10 @@ def test_layers_form_groups_of_about_equal_height(full: int, window: int, sizes:
 
 
 def test_other_heads_are_groups_and_pools_of_their_own() -> None:
-    made = divide_layers({FULL_LAYERS: 10, FullKV(8, 128, "bfloat16", 1024): 52, MLAKV(512, 64, "bfloat16"): 3})
-    assert list(made.values()) == [[10], [52], [3]]
-    assert len(shared_pools([CacheGroup(spec, n) for spec, (n,) in made.items()])) == 3
+    latents = {MLAKV(512, 64, "bfloat16"): 3, MLAKV(256, 64, "bfloat16"): 2}
+    made = divide_layers({FULL_LAYERS: 10, FullKV(8, 128, "bfloat16", 1024): 52, **latents})
+    assert list(made.values()) == [[10], [52], [3], [2]]
+    assert len(shared_pools([CacheGroup(spec, n) for spec, (n,) in made.items()])) == 4
 
 
 def test_windows_leave_room_for_five_times_the_tokens() -> None:
