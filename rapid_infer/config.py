@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
-from difflib import get_close_matches
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from rapid_infer.errors import ConfigError
-from rapid_infer.fields import check_fields
+from rapid_infer.fields import check_fields, unknown_field
 
 DTYPES = {
     "bfloat16": "bfloat16", "bf16": "bfloat16",
@@ -22,13 +22,12 @@ LOAD_FORMATS = ("auto", "dummy")
 HUBS = ("auto", "huggingface", "modelscope")
 MODEL_IMPLS = ("plugin", "auto", "fallback")
 
-_RANGES = (
-    *((name, 1, 2**31 - 1) for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size")),
-    ("num_threads", 1, 2**31 - 1),
-    ("kv_cache_memory_bytes", 1, 2**63 - 1),
-    ("queue_depth", 1, 2),
-    ("seed", -(2**63), 2**63 - 1),
-)
+Text = Annotated[str, Meta(min_length=1, description="non-empty text")]
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+NumBytes = Annotated[int, Meta(ge=1, le=2**63 - 1)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Share = Annotated[float, Meta(gt=0, le=1, description="a number in (0, 1]")]
+QueueDepth = Annotated[int, Meta(ge=1, le=2)]
 
 
 @dataclass(frozen=True)
@@ -137,39 +136,35 @@ class EngineArgs:
     op_priority             per operator, the providers to try, in order: {"paged_attention": ["torch"]}
     """
 
-    tensor_parallel_size: int = 1
-    expert_parallel_size: int = 1
+    tensor_parallel_size: Count = 1
+    expert_parallel_size: Count = 1
     dtype: str = "auto"
-    device: str = "auto"
+    device: Text = "auto"
     load_format: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    block_size: int | None = None
-    gpu_memory_utilization: float = 0.9
-    kv_cache_memory_bytes: int | None = None
+    max_model_len: Count | None = None
+    max_num_seqs: Count | None = None
+    max_num_batched_tokens: Count | None = None
+    block_size: Count | None = None
+    gpu_memory_utilization: Share = 0.9
+    kv_cache_memory_bytes: NumBytes | None = None
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     enforce_eager: bool = False
-    queue_depth: int | None = None
+    queue_depth: QueueDepth | None = None
     skip_tokenizer_init: bool = False
-    seed: int = 0
-    revision: str | None = None
+    seed: Seed = 0
+    revision: Text | None = None
     hub: str = "auto"
-    model_plugin: str | None = None
+    model_plugin: Text | None = None
     model_impl: str = "plugin"
-    num_threads: int | None = None
+    num_threads: Count | None = None
     op_priority: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineArgs:
         """Build from keyword arguments; an unknown one is a ConfigError with the nearest known name."""
-        names = [f.name for f in dataclasses.fields(cls)]
-        for key in kwargs:
-            if key not in names:
-                near = get_close_matches(key, names, n=1)
-                hint = f"did you mean {near[0]!r}? " if near else ""
-                raise ConfigError(f"unknown argument {key!r}: {hint}Known arguments: {', '.join(names)}")
+        if unknown := unknown_field(cls, kwargs):
+            raise ConfigError(f"unknown argument {unknown}")
         return cls(**kwargs)
 
     def __post_init__(self) -> None:
@@ -182,10 +177,6 @@ class EngineArgs:
         _check(self.model_impl in MODEL_IMPLS, "model_impl", self.model_impl, f"one of {list(MODEL_IMPLS)}")
         hubs = self.hub.split(",")
         _check(set(hubs) <= set(HUBS), "hub", self.hub, f"one of {list(HUBS)}, or several in order with commas")
-        for name, low, high in _RANGES:
-            value = getattr(self, name)
-            _check(value is None or low <= value <= high, name, value, f"an integer from {low} to {high}")
-        _check(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")
 
     def resolve(self, checkpoint: CheckpointInfo, device: DeviceInfo) -> EngineConfig:
         """Decide every "auto". ConfigError when the values cannot work together."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Hashable, Iterable, Sized
+from difflib import get_close_matches
+from functools import cache
 from types import NoneType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
 _NAMES = {bool: "True or False", int: "an integer", float: "a number", str: "text", NoneType: "None"}
-
-PLAIN = frozenset(_NAMES)
-"""Types of which a value needs no `plain`."""
 
 
 def plain(value: Any) -> Any:
@@ -29,10 +30,20 @@ def check_text(name: str, text: str, error: type[Exception]) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as reason:
-        raise error(
-            f"{name} has the lone surrogate {text[reason.start]!a} at character {reason.start}, which is no text: "
-            'expected valid Unicode; text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") repairs it'
-        ) from None
+        raise error(_no_text(name, reason)) from None
+
+
+def _no_text(name: str, reason: UnicodeEncodeError) -> str:
+    return (
+        f"{name} has the lone surrogate {reason.object[reason.start]!a} at character {reason.start}, which is no text: "
+        'expected valid Unicode; text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") repairs it'
+    )
+
+
+def shortened(value: object) -> str:
+    """For a message; a long list, dict or text is told by its beginning and its length."""
+    text = repr(value)
+    return text if len(text) <= 200 or not isinstance(value, Sized) else f"{text:.100}... ({len(value)} entries)"
 
 
 def check_fields(options: Any, error: type[Exception]) -> None:
@@ -40,24 +51,55 @@ def check_fields(options: Any, error: type[Exception]) -> None:
 
     Texts must be ones that can be sent to another process.
     """
-    for name, kind in get_type_hints(type(options)).items():
-        value = plain(getattr(options, name))
-        if isinstance(value, str):
-            check_text(name, value, error)
-            if not value:
-                raise error(f"{name} must be {_describe(kind)}, got an empty one")
-        try:
-            value = msgspec.convert(value, kind)
-            if isinstance(value, dict):
-                msgspec.msgpack.encode(value)
-        except (msgspec.ValidationError, UnicodeEncodeError):
-            raise error(f"{name} must be {_describe(kind)}, got {value!r:.80}") from None
-        object.__setattr__(options, name, value)
+    kinds, struct = _field_types(options.__class__)
+    values = {name: plain(value) for name, value in vars(options).items()}
+    try:
+        checked = _convert(values, struct)
+    except (msgspec.ValidationError, UnicodeEncodeError):
+        for name, kind in kinds.items():
+            _check_field(name, values[name], kind, error)
+        raise
+    vars(options).update(msgspec.structs.asdict(checked))
+
+
+def _convert(value: Any, kind: Any) -> Any:
+    checked = msgspec.convert(value, kind, str_keys=True)
+    msgspec.msgpack.encode(checked)
+    return checked
+
+
+def _check_field(name: str, value: Any, kind: Any, error: type[Exception]) -> None:
+    try:
+        _convert(value, kind)
+    except msgspec.ValidationError:
+        raise error(f"{name} must be {_describe(kind)}, got {shortened(value)}") from None
+    except UnicodeEncodeError as reason:
+        raise error(_no_text(name, reason)) from None
+
+
+def unknown_field(cls: type, values: Iterable[str]) -> str | None:
+    """The first of `values` that is no field of the dataclass `cls`, quoted for a message beside the known ones."""
+    names = [field.name for field in dataclasses.fields(cls)]
+    unknown = next((name for name in values if name not in names), None)
+    if unknown is None:
+        return None
+    near = get_close_matches(unknown, names, n=1)
+    return f"{unknown!r}: {f'did you mean {near[0]!r}? ' if near else ''}Known: {', '.join(names)}"
+
+
+@cache
+def _field_types(cls: Hashable) -> tuple[dict[str, Any], type[msgspec.Struct]]:
+    """What the fields of a dataclass are annotated with, and a struct of them: msgspec parses its types once."""
+    kinds = get_type_hints(cls, include_extras=True)
+    return kinds, msgspec.defstruct("Fields", kinds.items())
 
 
 def _describe(kind: Any) -> str:
-    """A type in words."""
+    """A type in words: those that its `Meta` has, or what follows from it."""
     origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        limits = args[1]
+        return limits.description or f"{_describe(args[0])} from {limits.ge} to {limits.le}"
     if origin is dict:
         return f"a dict of {_describe(args[0])} to {_describe(args[1])}"
     if origin is list:

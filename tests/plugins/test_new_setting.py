@@ -13,8 +13,7 @@ import rapid_infer
 
 EDITS: dict[str, dict[str, str]] = {
     "params.py": {
-        "    seed: int | None = None\n": "    logit_scale: float = 1.0\n    seed: int | None = None\n",
-        '    "seed": (lambda': '    "logit_scale": (lambda v: _is_number(v), "a number"),\n    "seed": (lambda',
+        "    seed: Annotated": "    logit_scale: float = 1.0\n    seed: Annotated",
     },
     "engine/row_fields.py": {
         '    RowField("seed"': (

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import numpy as np
@@ -39,14 +40,12 @@ VALUES: list[Any] = [
 ]  # fmt: skip
 
 
-def is_what_it_says(value: Any, hint: str) -> bool:
+def is_what_it_says(value: Any, hint: Any) -> bool:
     """Whether a value is Python's own and of a type that the annotation names."""
-    kinds = {part.strip().partition("[")[0] for part in hint.split("|")}
-    names = {"tuple": tuple, "Mapping": dict, "dict": dict, "None": type(None)}
-    allowed = [names.get(kind) or {"int": int, "float": float, "bool": bool, "str": str}[kind] for kind in kinds]
-    if float in allowed:
-        allowed.append(int)
-    return type(value) in allowed or (isinstance(value, str) and str in allowed)
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    allowed = {Mapping: dict}
+    types = {allowed.get(get_origin(kind), get_origin(kind)) or kind for kind in kinds}
+    return type(value) in types or (isinstance(value, str) and str in types)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +55,7 @@ def is_what_it_says(value: Any, hint: str) -> bool:
 )
 def test_a_field_takes_what_it_says_and_names_itself_in_any_other_case(cls: Any, name: str) -> None:
     error = ConfigError if cls is EngineArgs else RequestError
-    hint = next(field.type for field in dataclasses.fields(cls) if field.name == name)
+    hint = get_type_hints(cls)[name]
     refused = 0
     for value in VALUES:
         raised = None
@@ -87,7 +86,7 @@ def test_a_flag_is_true_or_false_and_no_text(cls: Any, name: str) -> None:
     for value in (True, False, np.bool_(True)):
         assert getattr(cls(**{name: value}), name) is bool(value)
     for value in ("false", "true", "", 0, 1, None, np.int64(1)):
-        with pytest.raises(RapidInferError, match=rf"^{name} must be (True or False|true or false), got "):
+        with pytest.raises(RapidInferError, match=rf"^{name} must be True or False, got "):
             cls(**{name: value})
 
 
@@ -116,15 +115,17 @@ def test_numbers_of_other_libraries_are_numbers(cls: Any, name: str, value: Any,
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("seed", "x", "an integer, got 'x'"),
+        ("seed", "x", "to 9223372036854775807, got 'x'"),
         ("seed", 2**63, "an integer from"),
         ("op_priority", {"paged_attention": "torch"}, "a dict of text to a list of text"),
         ("op_priority", "torch", "a dict of text to a list of text"),
-        ("device", "", "text, got an empty one"),
+        ("device", "", "non-empty text, got ''"),
         ("revision", "\udcff", "lone surrogate '\\udcff' at character 0"),
         ("max_num_seqs", 2**31, "an integer from 1 to 2147483647"),
-        ("max_model_len", "64", "an integer or None, got '64'"),
-        ("gpu_memory_utilization", "0.9", "a number, got '0.9'"),
+        ("max_model_len", "64", "an integer from 1 to 2147483647 or None, got '64'"),
+        ("gpu_memory_utilization", 0, "a number in (0, 1], got 0"),
+        ("gpu_memory_utilization", 1.5, "a number in (0, 1], got 1.5"),
+        ("gpu_memory_utilization", "0.9", "a number in (0, 1], got '0.9'"),
     ],
 )
 def test_what_an_option_expected(name: str, value: Any, expected: str) -> None:
