@@ -39,11 +39,8 @@ class Shard:
     def check(self, dim: Dim, what: str) -> None:
         """ConfigError when the cut runs through values that are stored together; `what` names the parameter."""
         group = dim.group or self.size
-        if (
-            not dim.packed
-            or dim.whole
-            or (self.start % group == 0 and (self.stop % group == 0 or self.stop == self.size))
-        ):
+        between_values = self.start % group == 0 and (self.stop % group == 0 or self.stop == self.size)
+        if between_values or dim.whole or not dim.packed:
             return
         part = "" if self.name is None else f" of part {self.name}"
         fits = [n for n in range(1, 65) if self.size % n == 0 and self.size // n % group == 0]

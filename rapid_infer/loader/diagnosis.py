@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,28 +12,12 @@ from rapid_infer.loader.headers import TensorInfo
 from rapid_infer.loader.problems import Kind, Problem, group_names
 from rapid_infer.loader.rules import Tie
 
-QUANTIZED_LEAVES = frozenset(
-    {
-        "weight_scale_inv",
-        "weight_scale",
-        "weight_scale_2",
-        "weight_packed",
-        "weight_shape",
-        "weight_global_scale",
-        "weight_zero_point",
-        "weight_g_idx",
-        "input_scale",
-        "input_global_scale",
-        "activation_scale",
-        "pre_quant_scale",
-        "qweight",
-        "qzeros",
-        "scales",
-        "g_idx",
-        "scale",
-    }
+QUANTIZED_LEAF = re.compile(
+    r"weight_(scale|scale_inv|scale_2|packed|shape|global_scale|zero_point|g_idx)"
+    r"|(input|input_global|activation|pre_quant)_scale"
+    r"|qweight|qzeros|scales?|g_idx"
+    r"|.*_(blocks|scales)"
 )
-QUANTIZED_TAILS = ("_blocks", "_scales")
 SAMPLE = 64
 MAX_RULES = 4
 
@@ -89,7 +74,7 @@ class LoadDiagnosis:
             yield f"{'; '.join(texts)}: put {', '.join(rules)} first in the weight map"
 
     def _quantized(self) -> Iterator[str]:
-        names = [name for name in self._names(Kind.UNEXPECTED) if _quantized_leaf(name.rsplit(".", 1)[-1])]
+        names = [name for name in self._names(Kind.UNEXPECTED) if QUANTIZED_LEAF.fullmatch(name.rsplit(".", 1)[-1])]
         names += [name for name in self._names(Kind.DTYPE) if _packed(self.tensors[name].dtype)]
         if names:
             yield (
@@ -194,10 +179,6 @@ def _heads(name: str) -> Iterator[str]:
         yield head
 
 
-def _quantized_leaf(leaf: str) -> bool:
-    return leaf in QUANTIZED_LEAVES or leaf.endswith(QUANTIZED_TAILS)
-
-
 def _packed(dtype: torch.dtype) -> bool:
     return dtype.itemsize == 1 or dtype == torch.int32
 
@@ -214,8 +195,5 @@ def _ratio(problem: Problem) -> int:
 
 def _layer(name: str) -> str | None:
     """The name up to its first number: "model.layers.3"."""
-    components = name.split(".")
-    for position, component in enumerate(components):
-        if component.isdecimal() and position:
-            return ".".join(components[: position + 1])
-    return None
+    found = re.match(r".+?\.\d+(?![^.])", name)
+    return found[0] if found else None

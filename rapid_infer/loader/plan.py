@@ -164,12 +164,12 @@ class _Planner:
                 return
             why = why_computed(info)
             if why is None:
-                self._add_problem(Kind.UNEXPECTED, info, self._why_homeless(target))
+                self.problems.append(Problem(Kind.UNEXPECTED, info.name, self._why_homeless(target)))
             else:
                 self.ignored[info.name] = why
             return
         except ValueError as error:
-            self._add_problem(Kind.SHAPE, info, f"{error}, for {target.name}", info.shape)
+            self.problems.append(Problem(Kind.SHAPE, info.name, f"{error}, for {target.name}", info.shape))
             self._mark_filled(target, target.part, info)
             return
         for part, index, placement in pieces:
@@ -207,16 +207,16 @@ class _Planner:
         shape = index.shape(info.shape) if index else info.shape
         wanted, dtype = placement.shape, placement.param.dtype
         if rival is not None:
-            self._add_problem(Kind.TWICE, info, f"{where} is already filled by {rival}")
+            self.problems.append(Problem(Kind.TWICE, info.name, f"{where} is already filled by {rival}"))
             return
         fits = shape == wanted or (is_scalar(shape) and is_scalar(wanted))
         casts = info.dtype == dtype or {info.dtype, dtype} <= CASTABLE
         if not fits:
             detail = f"checkpoint {list(shape)}, model {list(wanted)} for {where}"
-            self._add_problem(Kind.SHAPE, info, detail, shape, wanted)
+            self.problems.append(Problem(Kind.SHAPE, info.name, detail, shape, wanted))
         if not casts:
             detail = f"checkpoint {_dtype_name(info.dtype)}, model {_dtype_name(dtype)} for {where}"
-            self._add_problem(Kind.DTYPE, info, detail)
+            self.problems.append(Problem(Kind.DTYPE, info.name, detail))
         if fits and casts:
             _assert_consistent(placement, where)
             self.copies.append(Copy(info, placement, index))
@@ -248,11 +248,10 @@ class _Planner:
     def _find_overlaps(self) -> None:
         for rival, copy in find_overlaps(self.copies):
             name = self.coverage[id(copy.placement.param)].name
-            self._add_problem(
-                Kind.OVERLAP,
-                copy.info,
-                f"writes {_describe_region(copy)} of {name}, and {rival.info.name} writes {_describe_region(rival)}",
+            detail = (
+                f"writes {_describe_region(copy)} of {name}, and {rival.info.name} writes {_describe_region(rival)}"
             )
+            self.problems.append(Problem(Kind.OVERLAP, copy.info.name, detail))
 
     def _find_gaps(self) -> None:
         for coverage in self.coverage.values():
@@ -275,11 +274,6 @@ class _Planner:
         piece = "the whole" if target.part is None else f"piece {target.part}"
         expert = "" if target.expert is None else f" of expert {target.expert}"
         return f"{type(module).__name__} does not take {piece}{expert} of {target.name}"
-
-    def _add_problem(
-        self, kind: Kind, info: TensorInfo, detail: str, got: Shape | None = None, expected: Shape | None = None
-    ) -> None:
-        self.problems.append(Problem(kind, info.name, detail, got, expected))
 
     def _diagnosis(self) -> LoadDiagnosis:
         def fits(name: str) -> bool:

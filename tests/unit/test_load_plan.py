@@ -836,7 +836,7 @@ def test_matrices_stored_transposed(tmp_path: Path) -> None:
     plan(tmp_path, tensors, table=table).check()
 
 
-@pytest.mark.parametrize("leaf", ["weight_scale_inv", "weight_scale", "qweight", "weight_packed", "scales"])
+@pytest.mark.parametrize("leaf", ["weight_scale_inv", "weight_scale", "qweight", "weight_packed", "scales", "o_blocks"])
 def test_quantized_leaves(tmp_path: Path, leaf: str) -> None:
     tensors = checkpoint()
     tensors |= {f"model.layers.{number}.self_attn.o_proj.{leaf}": torch.zeros(1) for number in range(LAYERS)}
