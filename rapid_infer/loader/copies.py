@@ -25,10 +25,21 @@ class Copy:
         """Shape of the whole piece, of which a rank takes its share."""
         return self.index.shape(self.info.shape) if self.index else self.info.shape
 
-    def read(self, fetch: Fetch) -> torch.Tensor:
-        """The values to write, in the checkpoint's type; `fetch(slices)` reads a slice of the stored tensor."""
+    def read(self, fetch: Fetch) -> tuple[torch.Tensor, int]:
+        """The values to write, in the checkpoint's type, and the bytes fetched for them.
+
+        `fetch(slices)` reads a slice of the stored tensor.
+        """
+        fetched: list[int] = []
+
+        def count(cut: Slices) -> torch.Tensor:
+            values = fetch(cut)
+            fetched.append(values.nbytes)
+            return values
+
         # A single value fits whatever its shape is called: [] or [1].
-        return self.cut(fetch, self.placement.source if self.shape == self.placement.shape else ())
+        values = self.cut(count, self.placement.source if self.shape == self.placement.shape else ())
+        return values, sum(fetched)
 
     def cut(self, fetch: Fetch, source: Slices) -> torch.Tensor:
         """`source` of the whole piece."""
@@ -40,11 +51,4 @@ class Copy:
         if self.index is None and self.info.shape == self.placement.shape:
             return math.prod(sliced_shape(self.placement.source, self.info.shape)) * self.info.dtype.itemsize
         stored = torch.empty(self.info.shape, dtype=self.info.dtype, device="meta")
-        fetched: list[int] = []
-
-        def count(cut: Slices) -> torch.Tensor:
-            fetched.append(stored[cut].nbytes)
-            return stored[cut]
-
-        self.read(count)
-        return sum(fetched)
+        return self.read(lambda cut: stored[cut])[1]

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -13,7 +14,6 @@ import torch
 from torch import nn
 
 from rapid_infer.loader.copies import Copy
-from rapid_infer.loader.index_map import Slices
 from rapid_infer.loader.inventory import Inventory, Read
 from rapid_infer.loader.plan import plan_load
 from rapid_infer.loader.progress import Progress, silent
@@ -80,19 +80,12 @@ def finalize(model: nn.Module) -> None:
 
 def _run_copy(copy: Copy, read: Read) -> int:
     """Performs one copy; the bytes it read."""
-    fetched: list[int] = []
-
-    def fetch(cut: Slices) -> torch.Tensor:
-        values = read(copy.info.name, cut)
-        fetched.append(values.nbytes)
-        return values
-
     param = copy.placement.param
     assert not param.is_meta, f"the parameter for {copy.info.name} is still on the meta device"
     region = param.data[copy.placement.target]
-    values = copy.read(fetch)
+    values, nbytes = copy.read(partial(read, copy.info.name))
     if values.numel() == 1:
         values = values.reshape(region.shape)
     assert region.shape == values.shape, f"{copy.info.name}: {list(values.shape)} for {list(region.shape)}"
     region.copy_(values)
-    return sum(fetched)
+    return nbytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 import torch
 from torch import nn
@@ -49,4 +50,4 @@ def same_values(one: Copy, other: Copy, inventory: Inventory) -> bool:
 
 
 def _values(copy: Copy, read: Read, cut: Slices) -> torch.Tensor:
-    return copy.cut(lambda source: read(copy.info.name, source), cut).to(copy.placement.param.dtype)
+    return copy.cut(partial(read, copy.info.name), cut).to(copy.placement.param.dtype)
