@@ -18,9 +18,9 @@ from rapid_infer.loader.headers import TensorInfo
 from rapid_infer.loader.index_map import IndexMap, Section, Shape, chain, is_scalar, sliced_shape
 from rapid_infer.loader.inventory import Inventory
 from rapid_infer.loader.problems import Kind, Problem, format_problems, summarize_problems
-from rapid_infer.loader.rules import Ignored
+from rapid_infer.loader.rules import Ignored, Target
 from rapid_infer.loader.ties import give_own_parameter, same_values, tied_names
-from rapid_infer.loader.weight_map import TIED, Target, WeightMap
+from rapid_infer.loader.weight_map import TIED, WeightMap
 
 CASTABLE = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
 """Types that may be cast into one another; any other type must match exactly."""

@@ -28,13 +28,23 @@ class Ignored:
 
 
 @dataclass(frozen=True)
-class NameTrace:
-    """A name on its way through the table, with what the rules so far have found out about it."""
+class Target:
+    """Where a checkpoint tensor belongs: piece `part` (of expert `expert`) of parameter `leaf` of module `path`.
 
-    name: str
+    `part` None is the whole parameter, `expert` None no expert or all of them; `index` says how the piece lies in the
+    stored tensor, None as it is. On the way through the table: what the rules so far have found out.
+    """
+
+    path: str
+    leaf: str
     part: Part = None
     expert: int | None = None
     index: IndexMap | None = None
+
+    @property
+    def name(self) -> str:
+        """Dotted name of the parameter in the model."""
+        return f"{self.path}.{self.leaf}" if self.path else self.leaf
 
     @property
     def placed(self) -> bool:
@@ -60,9 +70,10 @@ class Rename:
     at_start: bool = False
     index: IndexMap | None = None
 
-    def apply_rule(self, trace: NameTrace) -> tuple[NameTrace, ...] | None:
+    def apply_rule(self, trace: Target) -> tuple[Target, ...] | None:
         name, found = _run(self.source, self.at_start).subn(self._renamed, f"{trace.name}.")
-        return (replace(trace, name=name[:-1], index=chain(trace.index, self.index)),) if found and name else None
+        path, _, leaf = name[:-1].rpartition(".")
+        return (replace(trace, path=path, leaf=leaf, index=chain(trace.index, self.index)),) if found and leaf else None
 
     def _renamed(self, run: re.Match[str]) -> str:
         stars = iter(run.groups())
@@ -97,7 +108,7 @@ class Place:
     row: Row
     sources: tuple[Source, ...]
 
-    def apply_rule(self, trace: NameTrace) -> tuple[NameTrace, ...] | None:
+    def apply_rule(self, trace: Target) -> tuple[Target, ...] | None:
         if trace.placed:
             return None
         for source in self.sources:
@@ -106,7 +117,7 @@ class Place:
                 above, leaf = known["above"], known["leaf"] or "weight"
                 expert = int(known["expert"]) if "expert" in known else None
                 return tuple(
-                    NameTrace(f"{above}{target}.{leaf}", part, expert, chain(trace.index, index))
+                    Target(f"{above}{target}", leaf, part, expert, chain(trace.index, index))
                     for target, part, index in source.fills
                 )
         return None
@@ -119,7 +130,7 @@ class Ignore:
     pattern: str
     why: str
 
-    def apply_rule(self, trace: NameTrace) -> Ignored | None:
+    def apply_rule(self, trace: Target) -> Ignored | None:
         return Ignored(self.why) if re.fullmatch(_pattern(self.pattern), f"{trace.name}.") else None
 
     @property
@@ -134,7 +145,7 @@ class Tie:
     source: str
     target: str
 
-    def apply_rule(self, trace: NameTrace) -> None:
+    def apply_rule(self, trace: Target) -> None:
         return None
 
     @property

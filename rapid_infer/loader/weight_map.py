@@ -20,31 +20,9 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from rapid_infer.errors import PluginError
-from rapid_infer.layers.parameter import Part
-from rapid_infer.loader.index_map import IndexMap
-from rapid_infer.loader.rules import Ignored, NameTrace, Row, Rule, Tie
+from rapid_infer.loader.rules import Ignored, Row, Rule, Target, Tie
 
 TIED = Ignored("tied")
-
-
-@dataclass(frozen=True)
-class Target:
-    """Where a checkpoint tensor belongs: piece `part` (of expert `expert`) of parameter `leaf` of module `path`.
-
-    `part` None is the whole parameter, `expert` None no expert or all of them; `index` says how the piece lies in the
-    stored tensor, None as it is.
-    """
-
-    path: str
-    leaf: str
-    part: Part = None
-    expert: int | None = None
-    index: IndexMap | None = None
-
-    @property
-    def name(self) -> str:
-        """Dotted name of the parameter in the model."""
-        return f"{self.path}.{self.leaf}" if self.path else self.leaf
 
 
 @dataclass(frozen=True, init=False)
@@ -76,20 +54,20 @@ class WeightMap:
 
         `tied` names the parameters that a tie rule speaks of and that the model at hand shares with their target.
         """
-        traces, dropped, _ = self.trace_name(name)
-        targets = [_target_of(trace) for trace in traces]
+        targets, dropped, _ = self.trace_name(name)
         kept = [target for target in targets if target.name not in tied]
         if targets and not kept:
             return TIED
         return dropped if dropped is not None and not kept else kept
 
-    def trace_name(self, name: str) -> tuple[tuple[NameTrace, ...], Ignored | None, tuple[int, ...]]:
+    def trace_name(self, name: str) -> tuple[tuple[Target, ...], Ignored | None, tuple[int, ...]]:
         """What `name` becomes, the reason when it is ignored, and the positions of the rules that matched."""
-        traces: tuple[NameTrace, ...] = (NameTrace(name),)
+        path, _, leaf = name.rpartition(".")
+        traces: tuple[Target, ...] = (Target(path, leaf),)
         dropped: Ignored | None = None
         matched: list[int] = []
         for position, rule in enumerate(self.rules):
-            after: list[NameTrace] = []
+            after: list[Target] = []
             for trace in traces:
                 result = rule.apply_rule(trace)
                 if result is not None:
@@ -109,8 +87,3 @@ class WeightMap:
         rows = [Row("rule", "checkpoint", "model", "note"), *self.rows()]
         widths = [max(map(len, column)) for column in zip(*rows)]
         return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
-
-
-def _target_of(trace: NameTrace) -> Target:
-    path, _, leaf = trace.name.rpartition(".")
-    return Target(path, leaf, trace.part, trace.expert, trace.index)

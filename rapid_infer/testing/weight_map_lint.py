@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rapid_infer.loader.rules import EXPERT, Ignore, Ignored, Place, Rename, Rule
-from rapid_infer.loader.weight_map import Target, WeightMap
+from rapid_infer.loader.rules import EXPERT, Ignore, Ignored, Place, Rename, Rule, Target
+from rapid_infer.loader.weight_map import WeightMap
 
 
 def lint_weight_map(table: WeightMap) -> list[str]:

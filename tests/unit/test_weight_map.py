@@ -7,8 +7,8 @@ import torch
 
 from rapid_infer.errors import PluginError
 from rapid_infer.loader.index_map import Chain, Section, full_slices, interleave, sliced_shape, transpose
-from rapid_infer.loader.rules import Ignored, experts, ignore, rename, split, stack, tie
-from rapid_infer.loader.weight_map import Target, WeightMap
+from rapid_infer.loader.rules import Ignored, Target, experts, ignore, rename, split, stack, tie
+from rapid_infer.loader.weight_map import WeightMap
 from rapid_infer.testing import lint_weight_map
 
 QKV = stack(("q_proj", "k_proj", "v_proj"), "qkv_proj", parts=("q", "k", "v"))
