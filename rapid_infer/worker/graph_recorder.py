@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol, TypeVar
 
 import torch
@@ -32,6 +33,7 @@ class GraphRecorder:
         self._ops = ops
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._cancelled: list[torch.cuda.CUDAGraph] = []
 
     def record(
         self, what: str, run: Callable[[], T], warm_up: Callable[[], object] | None = None
@@ -48,15 +50,37 @@ class GraphRecorder:
             with torch.cuda.stream(self._stream):
                 (warm_up or run)()
                 self._stream.synchronize()
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    result = run()
-                finally:
-                    graph.capture_end()
+                result = self._capture(graph, run)
         except Exception as error:
             raise capture_failure(what, error, self._ops) from error
         current.wait_stream(self._stream)
         return graph, result
+
+    def _capture(self, graph: torch.cuda.CUDAGraph, run: Callable[[], T]) -> T:
+        try:
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            result = run()
+            graph.capture_end()
+        except BaseException:
+            self._discard(graph)
+            raise
+        return result
+
+    def _discard(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture that failed, and give back its memory. What comes next is recorded in a new pool."""
+        pool, self._pool = self._pool, torch.cuda.graph_pool_handle()
+        try:
+            graph.capture_end()
+        except Exception:
+            # CUDA has cancelled the capture, and torch still counts the pool as one that is recorded to. For pinned
+            # memory it goes on asking this graph, which has to stay for that.
+            self._cancelled.append(graph)
+            with suppress(Exception):
+                device = torch.cuda.current_device()
+                torch._C._cuda_endAllocateToPool(device, pool)
+                torch._C._cuda_releasePool(device, pool)
+        with suppress(Exception):
+            graph.reset()
 
     def release_unused(self) -> None:
         """Give back what warming up has left: it belongs to the recorder's stream, and no later step could use it."""

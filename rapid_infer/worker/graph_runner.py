@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain, product, takewhile
 from typing import Any
@@ -86,6 +87,7 @@ class GraphRunner:
         self._sample: dict[Any, tuple[torch.cuda.CUDAGraph, Logprobs | None]] = {}
         self._recorder = recorder
         self._started = False
+        self._warms_all_layers = False
         self.replays: Counter[str] = Counter()
         self.late = LateGraphs()
 
@@ -169,18 +171,39 @@ class GraphRunner:
             output = self.program.forward(shape)
             return output if shape.decode else self._keep_output(output)
 
-        def warm_up() -> None:
-            with distinct_layers(self.program.model):
-                run()
-
         what = f"forward of {size} {'rows' if shape.decode else 'tokens'}"
+        self._forward[kind, size] = self._record_forward(what, run)
+
+    def _record_forward(
+        self, what: str, run: Callable[[], ForwardOutput]
+    ) -> tuple[torch.cuda.CUDAGraph, ForwardOutput]:
+        """Warmed up with one layer of each kind; with all of a model that hides from us how its layers differ."""
+        if self._warms_all_layers:
+            return self._recorder.record(what, run)
+        left_out = False
+
+        def warm_up() -> None:
+            nonlocal left_out
+            with distinct_layers(self.program.model) as fewer:
+                run()
+            left_out = fewer
+
         try:
-            recorded = self._recorder.record(what, run, warm_up)
+            return self._recorder.record(what, run, warm_up)
         except RuntimeError as error:
-            # A model may hide from us how its layers differ.
-            logger.warning("%s; trying once more, with all layers run before", error)
+            if not left_out:
+                raise
+            first = error
+        logger.warning("%s; trying once more, with all layers run before", first)
+        try:
             recorded = self._recorder.record(what, run)
-        self._forward[kind, size] = recorded
+        except RuntimeError as second:
+            cause = second.__cause__ or second
+            raise RuntimeError(
+                f"{first}; once all layers had run it failed with {type(cause).__name__}: {cause}"
+            ) from first
+        self._warms_all_layers = True
+        return recorded
 
     def _keep_output(self, output: ForwardOutput) -> ForwardOutput:
         """In the same buffers for all mixed forwards, so that one sample graph serves all of them."""

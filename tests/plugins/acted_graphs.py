@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from rapid_infer.ops.registry import OPS, BoundOp
+from rapid_infer.ops.registry import OPS, BoundOp, OpResolver
+from rapid_infer.worker.graph_recorder import capture_failure
 
 T = TypeVar("T")
 READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
@@ -78,12 +79,16 @@ class ActingRecorder:
     def record(
         self, what: str, run: Callable[[], T], warm_up: Callable[[], object] | None = None
     ) -> tuple[ActedGraph, T]:
-        (warm_up or run)()
         recording = _Recording(ActedGraph())
-        with recording.ops_as_one(), recording:
-            result = run()
-        for tensor, value in reversed(recording.before):
-            tensor.copy_(value)
+        try:
+            (warm_up or run)()
+            with recording.ops_as_one(), recording:
+                result = run()
+        except Exception as error:
+            raise capture_failure(what, error, OpResolver("cpu")) from error
+        finally:
+            for tensor, value in reversed(recording.before):
+                tensor.copy_(value)
         return recording.graph, result
 
     def release_unused(self) -> None: ...

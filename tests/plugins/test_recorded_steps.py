@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from rapid_infer import LLM, SamplingParams
 from rapid_infer.ops import OPS, load_providers
@@ -206,3 +208,72 @@ def test_ways_to_sample_are_recorded_after_all_forwards(open_llm, qwen3) -> None
     runner_of(llm).capture(16, Noting())
     kinds = ["sample" if what.startswith("sampling") else what.rsplit(maxsplit=1)[1] for what in order]
     assert [kind for kind, _ in groupby(kinds)] == ["tokens", "rows", "sample"]
+
+
+class Rehearsed(nn.Module):
+    """Says nothing of it from outside, but must run before each recording; `broken`: can have none."""
+
+    def __init__(self, inner: nn.Module, broken: bool) -> None:
+        super().__init__()
+        self.inner, self.state = inner, [broken, False]
+        self.drops_tokens = inner.drops_tokens
+
+    def forward(self, *args: Any) -> Any:
+        recording = isinstance(_get_current_dispatch_mode(), TorchDispatchMode)
+        if recording and not self.state[1]:
+            raise ValueError("compiled while recording")
+        if recording and self.state[0]:
+            raise ValueError("reads a value")
+        self.state[1] = not recording
+        return self.inner(*args)
+
+
+def hide(llm: LLM, *broken: bool) -> Any:
+    """Layers of one kind, as far as the stack can see."""
+    layers = runner_of(llm).model.layers
+    for name, fails in enumerate(broken):
+        setattr(layers, str(name), Rehearsed(layers.get_submodule(str(name)), fails))
+    return runner_of(llm)
+
+
+class Counting(ActingRecorder):
+    def __init__(self) -> None:
+        self.count = 0
+
+    def record(self, *args: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        return super().record(*args, **kwargs)
+
+
+def test_a_model_that_hides_how_its_layers_differ_is_warmed_up_with_all(tiny, open_llm, caplog) -> None:
+    load_providers()
+    options = {**OPTIONS, "max_num_batched_tokens": 16, "op_priority": {name: ["torch"] for name in OPS}}
+    model = tiny("qwen3", {"head_dim": 32, "num_hidden_layers": 4})
+    eager, hiding = open_llm(model, **options), open_llm(model, **options)
+    recorder = Counting()
+    hide(hiding, False, False, False).capture(16, recorder)
+    assert "compiled while recording" in caplog.text
+    graphs = runner_of(hiding).graphs
+    assert recorder.count == sum(graphs.recorded.values()) + 1
+    check((eager, hiding), prompts([7, 3]), [SamplingParams(**GREEDY, max_tokens=6)] * 2)
+
+    failing, recorder = open_llm(model, **options), Counting()
+    with pytest.raises(RuntimeError) as error:
+        hide(failing, False, True, False).capture(16, recorder)
+    assert recorder.count == 2
+    assert str(error.value) == (
+        "recording the CUDA graph for the forward of 16 tokens failed with ValueError: compiled while recording; "
+        "enforce_eager=True runs without graphs; once all layers had run it failed with ValueError: reads a value"
+    )
+    assert str(error.value.__cause__.__cause__) == "compiled while recording"
+
+
+def test_a_recording_whose_layers_all_ran_before_is_not_tried_again(qwen3, open_llm) -> None:
+    load_providers()
+    llm = open_llm(qwen3, max_num_batched_tokens=16, **OPTIONS, op_priority={name: ["torch"] for name in OPS})
+    recorder = Counting()
+    with pytest.raises(RuntimeError, match="failed with ValueError: reads a value; enforce_eager=True"):
+        hide(llm, True, True).capture(16, recorder)
+    assert recorder.count == 1
+    assert runner_of(llm).graphs is None
+    llm.generate(prompts([5]), SamplingParams(**GREEDY, max_tokens=3))

@@ -109,50 +109,104 @@ def test_a_model_is_built_with_what_a_graph_can_record_where_steps_are_recorded(
     assert build_model(Model, checkpoint, config, at).model.found == graphs
 
 
-class Stream:
-    """Notes what it is asked for."""
+class Device:
+    """What torch keeps of captures. One that CUDA has cancelled cannot be ended, and its pool stays open."""
 
-    def __init__(self, log: list[str]) -> None:
-        self.log = log
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.open: list[int] = []
+        self.users: dict[int, int] = {}
+        self.cancelled = False
+        for name, value in {
+            "Stream": lambda device: self,
+            "current_stream": lambda: self,
+            "current_device": lambda: 0,
+            "stream": lambda stream: nullcontext(),
+            "graph_pool_handle": self.new_pool,
+            "CUDAGraph": lambda: Graph(self),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+            monkeypatch.setitem(torch._C.__dict__, name, getattr(self, name))
 
-    def wait_stream(self, other: Any) -> None:
-        pass
+    def wait_stream(self, other: Any) -> None: ...
 
     def synchronize(self) -> None:
         self.log.append("wait")
 
+    def new_pool(self) -> int:
+        self.users[len(self.users)] = 0
+        return len(self.users) - 1
 
-def test_a_recording_that_fails_says_what_it_was_and_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    log: list[str] = []
+    def _cuda_endAllocateToPool(self, device: int, pool: int) -> None:
+        self.open.remove(pool)
 
-    class Graph:
-        def capture_begin(self, **options: Any) -> None:
-            log.append("begin")
+    def _cuda_releasePool(self, device: int, pool: int) -> None:
+        self.users[pool] -= 1
 
-        def capture_end(self) -> None:
-            log.append("end")
 
-    for name, value in {
-        "Stream": lambda device: Stream(log),
-        "current_stream": lambda: Stream(log),
-        "stream": lambda stream: nullcontext(),
-        "graph_pool_handle": lambda: (0, 0),
-        "CUDAGraph": Graph,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
+class Graph:
+    def __init__(self, device: Device) -> None:
+        self.device, self.ended, self.pool = device, False, -1
+
+    def capture_begin(self, pool: int, capture_error_mode: str) -> None:
+        self.device.log.append("begin")
+        if pool in self.device.open:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        self.device.open.append(pool)
+        self.device.users[pool] += 1
+        self.pool = pool
+
+    def capture_end(self) -> None:
+        self.device.log.append("end")
+        if self.device.cancelled:
+            self.device.cancelled = False
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.device.open.remove(self.pool)
+        self.ended = True
+
+    def reset(self) -> None:
+        if self.ended:
+            self.device.users[self.pool] -= 1
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_recording_that_fails_says_what_it_was_and_leaves_nothing(
+    cancelled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device(monkeypatch)
     ops = OpResolver("cpu", {"rms_norm": ["torch"], "linear": ["torch"]})
     for name in ("rms_norm", "embedding", "rms_norm"):
         ops.bind(name, torch.float32)
 
     def run() -> None:
-        if "begin" in log:
+        if "begin" in device.log:
+            device.cancelled = cancelled
             raise ValueError("not now")
-        log.append("run")
+        device.log.append("run")
 
+    recorder = GraphRecorder(torch.device("cpu"), ops)
     with pytest.raises(RuntimeError) as error:
-        GraphRecorder(torch.device("cpu"), ops).record("forward of 64 tokens", run)
+        recorder.record("forward of 64 tokens", run)
     assert str(error.value) == (
         "recording the CUDA graph for the forward of 64 tokens failed with ValueError: not now; "
         "enforce_eager=True runs without graphs; op_priority chose rms_norm=torch"
     )
-    assert log == ["run", "wait", "begin", "end"]
+    assert device.log == ["run", "wait", "begin", "end"]
+    assert [device.open, device.users] == [[], {0: 0, 1: 0}]
+    graphs = [recorder.record("forward of 32 tokens", lambda: None)[0] for _ in range(2)]
+    assert [device.open, device.users] == [[], {0: 0, 1: len(graphs)}]
+
+
+def test_a_capture_that_cannot_be_ended_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that CUDA refuses may say nothing itself."""
+    device = Device(monkeypatch)
+
+    def run() -> None:
+        device.cancelled = "begin" in device.log
+
+    recorder = GraphRecorder(torch.device("cpu"), OpResolver("cpu"))
+    with pytest.raises(RuntimeError, match="failed with RuntimeError: operation failed due to a previous error"):
+        recorder.record("forward of 64 tokens", run)
+    recorder.record("forward of 64 tokens", lambda: None)
+    assert device.open == []
