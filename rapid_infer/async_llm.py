@@ -310,5 +310,5 @@ def _snapshot(output: RequestOutput) -> RequestOutput:
         replace(one, token_ids=list(one.token_ids), logprobs=None if one.logprobs is None else list(one.logprobs))
         for one in output.outputs
     ]
-    scores = output.prompt_logprobs
-    return replace(output, outputs=completions, prompt_logprobs=None if scores is None else list(scores))
+    prompt = output.prompt_logprobs
+    return replace(output, outputs=completions, prompt_logprobs=None if prompt is None else list(prompt))

@@ -66,7 +66,7 @@ class EngineCore:
             request.mask = AllowedTokens(allowed, self.info.vocab_size)
         self._changing = True
         self._requests[request.request_id] = request
-        self.scheduler.add(request)
+        self.scheduler.add_request(request)
         self._changing = False
 
     def abort(self, request_ids: Iterable[str]) -> None:

@@ -13,7 +13,7 @@ from rapid_infer.engine.row_state import RowState
 from rapid_infer.engine.step_plan import (
     NewBlocks,
     NewRows,
-    PromptScores,
+    PromptLogprobsPlan,
     RowMasks,
     RowTokens,
     StepPlan,
@@ -44,8 +44,8 @@ def make_masks(
 
 class PlanBuilder:
     def __init__(self, num_groups: int) -> None:
-        self.scored: list[tuple[Request, int]] = []
-        """Whose prompt tokens the step scores, and how many."""
+        self.prompt_logprob_counts: list[tuple[Request, int]] = []
+        """Of how many prompt tokens the step returns log-probabilities, by request."""
         self.failed: list[tuple[Request, str]] = []
         """Whose mask raised, and what."""
         self.gated: list[tuple[int, Request]] = []
@@ -95,7 +95,7 @@ class PlanBuilder:
             max_seq_len=int((start + grant).max()),
             num_tokens=int(grant.sum()),
             token_lists=self._token_lists(),
-            prompt_scores=self._prompt_scores(rows, order, start, grant),
+            prompt_logprobs=self._prompt_logprobs(rows, order, start, grant),
             masks=self._masks() if self._new else None,
             max_context_len=int(start[grant > 1].max(initial=0)),
             drafts=guesses.astype(np.int32) if guesses.any() else None,
@@ -149,21 +149,21 @@ class PlanBuilder:
         self.failed += failed
         return masks
 
-    def _prompt_scores(self, rows: RowState, order: Ints, start: Ints, grant: Ints) -> PromptScores | None:
-        """Which tokens of the step are followed by a prompt token that is to be scored."""
-        scored = rows.prompt_logprobs[order] >= 0
-        if not scored.any():
+    def _prompt_logprobs(self, rows: RowState, order: Ints, start: Ints, grant: Ints) -> PromptLogprobsPlan | None:
+        """Which tokens of the step are followed by a prompt token whose log-probability is asked for."""
+        asked = rows.prompt_logprobs[order] >= 0
+        if not asked.any():
             return None
         first_token = np.cumsum(grant) - grant
         tokens, targets = [], []
-        for i in np.flatnonzero(scored):
+        for i in np.flatnonzero(asked):
             request = rows.owner(order[i])
-            low, high = request.take_scoring(int(start[i]), int(start[i] + grant[i]))
+            low, high = request.plan_prompt_logprobs(int(start[i]), int(start[i] + grant[i]))
             if high > low:
-                self.scored.append((request, high - low))
+                self.prompt_logprob_counts.append((request, high - low))
                 tokens.append(np.arange(low, high) - start[i] + first_token[i])
                 targets.append(request.prompt_token_ids[low + 1 : high + 1])
         if not tokens:
             return None
         count = int(rows.prompt_logprobs[order].max())
-        return PromptScores(np.concatenate(tokens).astype(np.int32), np.concatenate(targets), count)
+        return PromptLogprobsPlan(np.concatenate(tokens).astype(np.int32), np.concatenate(targets), count)

@@ -32,8 +32,8 @@ class Request:
     `prompt_token_ids` `[n]`, never written to. `seed` and `sample_index` key the sampler's noise. `limit`: the total
     length at which it ends. `cache_salt` None means that its blocks are not offered to others; equal ones may share,
     where `extras`, which tell apart what has equal ids, are equal too. `mask` limits what may be chosen. `in_flight`:
-    tokens sampled but not collected when it was preempted. `num_scored`: prompt tokens whose log-probabilities are on
-    their way.
+    tokens sampled but not collected when it was preempted. `num_planned_prompt_logprobs`: those
+    of the prompt that are on their way, or given.
     """
 
     request_id: str
@@ -54,7 +54,7 @@ class Request:
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
     in_flight: int = 0
-    num_scored: int = 0
+    num_planned_prompt_logprobs: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
     _output: list[int] = field(default_factory=list)
@@ -84,11 +84,11 @@ class Request:
         """Whether cached blocks will do: prompt log-probabilities need every prompt token computed."""
         return self.params.prompt_logprobs is None
 
-    def take_scoring(self, start: int, stop: int) -> tuple[int, int]:
-        """Of positions `start..stop`, those whose next prompt token is to be scored now; each is given out once."""
-        low = max(start, self.num_scored)
+    def plan_prompt_logprobs(self, start: int, stop: int) -> tuple[int, int]:
+        """Of positions `start..stop`, those after which log-probabilities are asked for now; each is given out once."""
+        low = max(start, self.num_planned_prompt_logprobs)
         high = max(low, min(stop, len(self.prompt_token_ids) - 1))
-        self.num_scored = max(self.num_scored, high)
+        self.num_planned_prompt_logprobs = max(self.num_planned_prompt_logprobs, high)
         return low, high
 
     def tokens(self, start: int, stop: int) -> I32:

@@ -55,7 +55,7 @@ class StepOutputs:
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     num_cached_tokens: dict[str, int] = field(default_factory=dict)
 
-    def add(self, request_ids: list[str], token_ids: list[int]) -> None:
+    def add_tokens(self, request_ids: list[str], token_ids: list[int]) -> None:
         self.request_ids = self.request_ids + request_ids if self.request_ids else request_ids
         self.token_ids = self.token_ids + token_ids if self.token_ids else token_ids
 
@@ -122,10 +122,10 @@ def _append(
         for i in np.flatnonzero(~live):
             step.sampled_requests[i].output_token_ids.extend(tokens[i, : kept[i]].tolist())
     if tokens.shape[1] == 1 and kept.all():
-        outputs.add(step.sampled_ids, tokens[:, 0].tolist())
+        outputs.add_tokens(step.sampled_ids, tokens[:, 0].tolist())
     else:
         ids = [name for name, n in zip(step.sampled_ids, kept.tolist()) for _ in range(n)]
-        outputs.add(ids, tokens[np.arange(tokens.shape[1]) < kept[:, None]].tolist())
+        outputs.add_tokens(ids, tokens[np.arange(tokens.shape[1]) < kept[:, None]].tolist())
 
 
 def _take_logprobs(step: ScheduledStep, result: StepResult, outputs: StepOutputs) -> None:
@@ -136,12 +136,12 @@ def _take_logprobs(step: ScheduledStep, result: StepResult, outputs: StepOutputs
                 outputs.logprobs[request.request_id] = _row(result.logprobs, i, count)
     if result.prompt_logprobs is not None:
         i = 0
-        for request, scored in step.scored:
+        for request, num_tokens in step.prompt_logprob_counts:
             count = request.params.prompt_logprobs
             if count is not None and request.status is not RequestStatus.FINISHED:
-                pieces = [_row(result.prompt_logprobs, j, count) for j in range(i, i + scored)]
+                pieces = [_row(result.prompt_logprobs, j, count) for j in range(i, i + num_tokens)]
                 outputs.prompt_logprobs[request.request_id] = pieces
-            i += scored
+            i += num_tokens
 
 
 def _row(arrays: LogprobArrays, i: int, count: int) -> TokenLogprobs:

@@ -64,7 +64,7 @@ class RowState:
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self, request: Request, computed: int, capacity: int, cached: int) -> int:
+    def assign_row(self, request: Request, computed: int, capacity: int, cached: int) -> int:
         """Give `request` the lowest free row."""
         row = heapq.heappop(self._free)
         total = request.num_tokens
@@ -125,7 +125,7 @@ class RowState:
         self.stop[row] = -1
         self.stop[row, : len(ids)] = ids
 
-    def give_back(self, row: int) -> None:
+    def free_row(self, row: int) -> None:
         request = self.owner(row)
         self.requests[row] = None
         if len(request.stop_token_ids) > _FEW_STOPS:

@@ -30,7 +30,7 @@ class ScheduledStep:
     most: NDArray[np.int64]
     limits: NDArray[np.int64]
     stop_ids: NDArray[np.int64] | None
-    scored: list[tuple[Request, int]] = field(default_factory=list)
+    prompt_logprob_counts: list[tuple[Request, int]] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     failed: list[tuple[Request, str]] = field(default_factory=list)
     gated: list[tuple[int, Request]] = field(default_factory=list)

@@ -63,7 +63,7 @@ class Scheduler:
         """Requests that hold a row, in order of admission."""
         return [r for r in (self.rows.requests[row] for row in self._order) if r is not None]
 
-    def add(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         self.waiting.append(request)
 
     def schedule(self) -> ScheduledStep | None:
@@ -191,7 +191,7 @@ class Scheduler:
             self.cache.hit_tokens += hits * size
             self.cache.queried_tokens += total
         cached = NOT_SHARED if request.cache_salt is None else hits
-        row = self.rows.take(request, hits * size, hits * size, cached)
+        row = self.rows.assign_row(request, hits * size, hits * size, cached)
         builder.add_row(row, hits * size, request)
         builder.add_blocks(row, 0, blocks)
         self._grow(row, hits * size + grant, builder)
@@ -294,7 +294,7 @@ class Scheduler:
             most,
             rows.limit[sampled_rows],
             rows.stop_ids(sampled_rows),
-            builder.scored,
+            builder.prompt_logprob_counts,
             builder.admitted,
             builder.failed,
             builder.gated,
@@ -313,7 +313,7 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         """Give back row and blocks; the blocks once no step in flight names them."""
-        self.rows.give_back(request.row)
+        self.rows.free_row(request.row)
         self.cache.release_after(self.last_step, request.blocks)
         request.blocks = []
 

@@ -64,9 +64,9 @@ class TokenLists:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptScores:
-    """Log-probabilities of prompt tokens: those of `targets[i]` after token `tokens[i]` of the step, and the `count`
-    best.
+class PromptLogprobsPlan:
+    """Log-probabilities to return for prompt tokens: of `targets[i]` after token `tokens[i]` of the step, and of the
+    `count` best.
     """
 
     tokens: I32
@@ -107,7 +107,7 @@ class StepPlan:
     max_seq_len: int
     num_tokens: int
     token_lists: TokenLists | None = None
-    prompt_scores: PromptScores | None = None
+    prompt_logprobs: PromptLogprobsPlan | None = None
     masks: RowMasks | None = None
     max_context_len: int | None = None
     drafts: I32 | None = None

@@ -149,8 +149,8 @@ class OutputProcessor:
             if name in live and live[name][1].output.index == 0:
                 live[name][0].output.num_cached_tokens = cached
         for name, pieces in step.prompt_logprobs.items():
-            if name in live and (scores := live[name][0].output.prompt_logprobs) is not None:
-                scores += map(self._logprobs, pieces)
+            if name in live and (prompt := live[name][0].output.prompt_logprobs) is not None:
+                prompt += map(self._logprobs, pieces)
         for name, one in step.logprobs.items():
             if name in live:
                 self._add_logprobs(live[name][1].output, one)
@@ -209,26 +209,27 @@ class OutputProcessor:
                 completion.told = completion.output.finished
                 if completion.told or completion.output.token_ids:
                     deltas.append(_split_off(completion.output))
-        scores, whole.prompt_logprobs = whole.prompt_logprobs, [] if whole.prompt_logprobs is not None else None
+        prompt = whole.prompt_logprobs
+        whole.prompt_logprobs = None if prompt is None else []
         return RequestOutput(
             whole.request_id,
             whole.prompt,
             whole.prompt_token_ids,
             deltas,
             whole.num_cached_tokens,
-            scores,
+            prompt,
             whole.finished,
         )
 
-    def _add_logprobs(self, output: CompletionOutput, scores: TokenLogprobs) -> None:
+    def _add_logprobs(self, output: CompletionOutput, one: TokenLogprobs) -> None:
         if output.logprobs is not None and output.cumulative_logprob is not None:
-            output.logprobs.append(self._logprobs(scores))
-            output.cumulative_logprob += scores.values[0]
+            output.logprobs.append(self._logprobs(one))
+            output.cumulative_logprob += one.values[0]
 
-    def _logprobs(self, scores: TokenLogprobs) -> dict[int, Logprob]:
-        ranks = [scores.rank, *range(1, len(scores.token_ids))]
+    def _logprobs(self, one: TokenLogprobs) -> dict[int, Logprob]:
+        ranks = [one.rank, *range(1, len(one.token_ids))]
         found: dict[int, Logprob] = {}
-        for token, value, rank in zip(scores.token_ids, scores.values, ranks):
+        for token, value, rank in zip(one.token_ids, one.values, ranks):
             text = self._tokenizer.token_text(token) if self._tokenizer is not None else None
             found.setdefault(token, Logprob(value, rank, text))
         return found

@@ -76,7 +76,7 @@ class StartFailed(msgspec.Struct, tag="start_failed"):
     message: str
 
 
-class Scores(msgspec.Struct):
+class PackedLogprobs(msgspec.Struct):
     """Log-probabilities of positions one after the other; `counts` says how many ids and values each one has."""
 
     counts: list[int] = []
@@ -94,12 +94,12 @@ class Outputs(msgspec.Struct, tag="outputs", omit_defaults=True):
     reasons: list[FinishReason] = []
     errors: list[str | None] = []
     cached: list[int] = []
-    scored: list[str] = []
-    scores: Scores | None = None
-    prompts_scored: list[str] = []
-    prompt_pieces: list[int] = []
-    """How many positions each of `prompts_scored` has in `prompt_scores`."""
-    prompt_scores: Scores | None = None
+    logprob_ids: list[str] = []
+    logprobs: PackedLogprobs | None = None
+    prompt_logprob_ids: list[str] = []
+    prompt_logprob_counts: list[int] = []
+    """How many positions each of `prompt_logprob_ids` has in `prompt_logprobs`."""
+    prompt_logprobs: PackedLogprobs | None = None
     started: list[str] = []
     started_cached: list[int] = []
 
@@ -215,49 +215,49 @@ def pack_step(step: StepOutputs) -> Outputs:
         outputs.errors = [one.error for one in step.finished]
         outputs.cached = [one.num_cached_tokens for one in step.finished]
     if step.logprobs:
-        outputs.scored = list(step.logprobs)
-        outputs.scores = _pack_scores(step.logprobs.values())
+        outputs.logprob_ids = list(step.logprobs)
+        outputs.logprobs = _pack_logprobs(step.logprobs.values())
     if step.prompt_logprobs:
-        outputs.prompts_scored = list(step.prompt_logprobs)
-        outputs.prompt_pieces = [len(pieces) for pieces in step.prompt_logprobs.values()]
-        outputs.prompt_scores = _pack_scores(piece for pieces in step.prompt_logprobs.values() for piece in pieces)
+        outputs.prompt_logprob_ids = list(step.prompt_logprobs)
+        outputs.prompt_logprob_counts = [len(pieces) for pieces in step.prompt_logprobs.values()]
+        outputs.prompt_logprobs = _pack_logprobs(piece for pieces in step.prompt_logprobs.values() for piece in pieces)
     return outputs
 
 
 def unpack_step(outputs: Outputs) -> StepOutputs:
     """The inverse of `pack_step`."""
     ends = zip(outputs.ended, outputs.reasons, outputs.errors, outputs.cached, strict=True)
-    pieces = iter(_unpack_scores(outputs.prompt_scores))
+    pieces = iter(_unpack_logprobs(outputs.prompt_logprobs))
     return StepOutputs(
         outputs.request_ids,
         outputs.token_ids,
         [Finished(*end) for end in ends],
-        dict(zip(outputs.scored, _unpack_scores(outputs.scores), strict=True)),
+        dict(zip(outputs.logprob_ids, _unpack_logprobs(outputs.logprobs), strict=True)),
         {
             name: [next(pieces) for _ in range(count)]
-            for name, count in zip(outputs.prompts_scored, outputs.prompt_pieces, strict=True)
+            for name, count in zip(outputs.prompt_logprob_ids, outputs.prompt_logprob_counts, strict=True)
         },
         dict(zip(outputs.started, outputs.started_cached, strict=True)),
     )
 
 
-def _pack_scores(positions: Iterable[TokenLogprobs]) -> Scores:
-    scores = Scores()
+def _pack_logprobs(positions: Iterable[TokenLogprobs]) -> PackedLogprobs:
+    packed = PackedLogprobs()
     for one in positions:
-        scores.counts.append(len(one.token_ids))
-        scores.ranks.append(one.rank)
-        scores.token_ids += one.token_ids
-        scores.values += one.values
-    return scores
+        packed.counts.append(len(one.token_ids))
+        packed.ranks.append(one.rank)
+        packed.token_ids += one.token_ids
+        packed.values += one.values
+    return packed
 
 
-def _unpack_scores(scores: Scores | None) -> Sequence[TokenLogprobs]:
+def _unpack_logprobs(packed: PackedLogprobs | None) -> Sequence[TokenLogprobs]:
     found: list[TokenLogprobs] = []
-    if scores is not None:
+    if packed is not None:
         start = 0
-        for count, rank in zip(scores.counts, scores.ranks, strict=True):
+        for count, rank in zip(packed.counts, packed.ranks, strict=True):
             stop = start + count
-            found.append(TokenLogprobs(scores.token_ids[start:stop], scores.values[start:stop], rank))
+            found.append(TokenLogprobs(packed.token_ids[start:stop], packed.values[start:stop], rank))
             start = stop
     return found
 

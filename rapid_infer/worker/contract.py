@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rapid_infer.engine.row_fields import SamplingFeatures
-from rapid_infer.engine.step_plan import PromptScores, StepPlan
+from rapid_infer.engine.step_plan import PromptLogprobsPlan, StepPlan
 from rapid_infer.errors import ConfigError, PluginError, RapidInferError
 from rapid_infer.layers.batch import ForwardBatch
 from rapid_infer.layers.decoder import DecoderModel
@@ -151,7 +151,7 @@ def try_forward(runner: ModelRunner, architecture: str) -> None:
         max_seq_len=count,
         num_tokens=count,
         # So that hidden states of both tokens are asked for.
-        prompt_scores=PromptScores(none, none, 0),
+        prompt_logprobs=PromptLogprobsPlan(none, none, 0),
     )
     try:
         runner.launch_forward(plan)

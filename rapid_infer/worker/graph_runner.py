@@ -123,7 +123,7 @@ class GraphRunner:
 
     def can_run(self, plan: StepPlan) -> bool:
         """Whether graphs can run this step."""
-        return plan.prompt_scores is None and plan.num_tokens <= self.token_sizes[-1]
+        return plan.prompt_logprobs is None and plan.num_tokens <= self.token_sizes[-1]
 
     def key_of(self, plan: StepPlan) -> Key:
         """Which graphs run a step. After both kinds of mixed forwards the same graphs sample."""

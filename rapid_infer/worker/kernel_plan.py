@@ -16,7 +16,7 @@ import torch
 
 from rapid_infer.config import EngineConfig
 from rapid_infer.engine.row_fields import SamplingFeatures
-from rapid_infer.engine.step_plan import PromptScores, StepPlan
+from rapid_infer.engine.step_plan import PromptLogprobsPlan, StepPlan
 from rapid_infer.layers.stack import distinct_layers
 from rapid_infer.loader.load import finalize
 from rapid_infer.models.checkpoint import Checkpoint
@@ -101,7 +101,7 @@ class _Steps:
         for plan in self._eager_plans():
             arrays = [torch.from_numpy(array).to(META) for array in DeviceRows.pack_plan(plan)]
             self.device_rows.apply_plan(plan, iter(arrays))
-            wanted, prompt_tokens = plan.prompt_scores, None
+            wanted, prompt_tokens = plan.prompt_logprobs, None
             if wanted is not None:
                 prompt_tokens = torch.from_numpy(wanted.tokens).to(META).long()
             output = self.program.forward(StepShape.of(plan, counted=False), prompt_tokens)
@@ -117,7 +117,7 @@ class _Steps:
             for rows in dict.fromkeys((1, min(tokens, self.max_rows))):
                 plan = replace(largest_step(rows, tokens, self.max_model_len), token_lists=None, features=GREEDY)
                 ids = np.arange(min(plan.num_tokens, PROMPT_LOGPROBS_AT_ONCE), dtype=np.int32)
-                yield replace(plan, prompt_scores=PromptScores(ids, ids, 1))
+                yield replace(plan, prompt_logprobs=PromptLogprobsPlan(ids, ids, 1))
                 several, longest = len(plan.rows) > 1, self.max_model_len
                 if several:
                     # Rows with a context may share parts of it.

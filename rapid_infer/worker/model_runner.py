@@ -155,7 +155,7 @@ class ModelRunner:
         else:
             # No row gets a token.
             self.ring.resync()
-        if (wanted := plan.prompt_scores) is not None:
+        if (wanted := plan.prompt_logprobs) is not None:
             assert output.prompt_hidden is not None
             assert targets is not None
             prompt_logprobs = self.program.prompt_logprobs(output.prompt_hidden, targets, wanted.count)
@@ -175,7 +175,7 @@ class ModelRunner:
         updates = sum(len(group.rows) for group in plan.new_blocks)
         extra = plan.new_rows is not None or plan.token_lists is not None or plan.masks is not None
         staged = extra or updates > self.ring.layout.max_updates
-        wanted, prompt_tokens, targets = plan.prompt_scores, None, None
+        wanted, prompt_tokens, targets = plan.prompt_logprobs, None, None
         if staged or wanted is not None:
             with span("worker.staging"):
                 arrays = DeviceRows.pack_plan(plan) if staged else []

@@ -118,7 +118,7 @@ def test_log_probabilities(qwen3, pair: Pair) -> None:
 def test_steps_that_no_graph_takes_between_recorded_ones(
     depth: int, mla, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Larger than any graph, and with prompt tokens to be scored; both kinds of steps share the ring and the table."""
+    """Larger than any graph, and with prompt log-probabilities; both kinds of steps share the ring and the table."""
     eager, recorded = pair(mla, 48, captured=16, queue_depth=depth)
     ran = {"forward": 0}
     forward = runner_of(recorded).program.forward
@@ -154,7 +154,7 @@ def test_recording_moves_no_row(qwen3, open_llm) -> None:
         assert tensor.equal(value)
 
 
-def test_more_block_updates_than_a_letter_has_room_for(windowed, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_block_updates_than_an_entry_has_room_for(windowed, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_runner, "UPDATES_PER_ROW", 0)
     both = pair(windowed)
     room = runner_of(both[1]).ring.layout.max_updates

@@ -44,7 +44,7 @@ class Device:
     def start(self, *requests: Request) -> StepPlan:
         """A step in which these requests get the lowest free rows."""
         builder = PlanBuilder(1)
-        taken = np.array([self.rows.take(request, 0, 64, 0) for request in requests], np.int64)
+        taken = np.array([self.rows.assign_row(request, 0, 64, 0) for request in requests], np.int64)
         for row, request in zip(taken.tolist(), requests):
             builder.add_row(row, 0, request)
         lengths = np.array([request.num_tokens for request in requests], np.int64)
@@ -247,7 +247,7 @@ def test_a_row_begins_without_what_its_last_owner_left(device: Device, logits: T
     everything = {"repetition_penalty": 1.5, "logit_bias": {1: 9.0, 2: -9.0}, "allowed_token_ids": [1, 2, 8]}
     first = request(output=[1, 1], stop=(8, 1), min_tokens=30, **everything)
     device.start(first, request(presence_penalty=2.0, frequency_penalty=2.0, output=[4, 4]))
-    device.rows.give_back(0)
+    device.rows.free_row(0)
     device.start(request())
     all_on = SamplingFeatures(penalties=True, bias=True, min_tokens=True, masks=True)
     at = torch.tensor([0, 1])
@@ -256,7 +256,7 @@ def test_a_row_begins_without_what_its_last_owner_left(device: Device, logits: T
     )
     assert torch.equal(after[0], logits[0])
     assert torch.equal(after[1], changed(logits[1], {4: logits[1, 4] - 2 - 4}))  # type: ignore[dict-item]
-    device.rows.give_back(0)
+    device.rows.free_row(0)
     device.start(request(repetition_penalty=1.0, presence_penalty=1.0, output=[6]))
     [again] = device.process(logits[:1], [0], [4])
     assert torch.equal(again, changed(logits[0], {6: logits[0, 6] - 1}))  # type: ignore[dict-item]
