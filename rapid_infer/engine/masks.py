@@ -18,8 +18,7 @@ class TokenMask(Protocol):
     """What limits a request's next token.
 
     `changes`: the mask depends on the output, so the next token waits until the host has seen the last one; otherwise
-    it is
-    asked for once.
+    it is asked for once.
     """
 
     changes: bool

@@ -21,7 +21,7 @@ _FEW_STOPS = 8
 
 
 class RowState:
-    """Struct of arrays over `max_num_seqs` rows; only rows handed out by `take` have meaning.
+    """Struct of arrays over `max_num_seqs` rows; only assigned rows have meaning.
 
     known      tokens the sequence has, those still in flight included, as if every guess of the device were right
     collected  tokens the host has seen

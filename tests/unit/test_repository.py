@@ -90,8 +90,9 @@ def test_any_test_files_can_be_run_together() -> None:
             assert not isinstance(node, ast.ImportFrom) or node.module != "conftest", file
 
 
-def test_generated_documents_are_up_to_date() -> None:
-    done = run("scripts/make_docs.py", "--check")
+@pytest.mark.parametrize("script", ["make_docs.py", "make_figures.py"])
+def test_generated_documents_are_up_to_date(script: str) -> None:
+    done = run(f"scripts/{script}", "--check")
     assert done.returncode == 0, done.stderr
 
 
