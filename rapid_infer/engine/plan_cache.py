@@ -73,9 +73,11 @@ class PlanCache:
         if self._planned >= self._last_step:
             return None
         short = self._needs_block.at(self._planned + 1)
-        if len(short) > self._cache.num_free_columns:
-            return None
-        new_blocks = self._extend(short, step) if len(short) else self._no_blocks
+        new_blocks = self._no_blocks
+        if len(short):
+            if len(short) > self._cache.num_free_columns:
+                return None
+            new_blocks = self._extend(short, step)
         self._planned += 1
         self._rows.computed[self._order] += 1
         self._rows.known[self._order] += 1
