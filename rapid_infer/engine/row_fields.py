@@ -103,6 +103,11 @@ class SamplingFeatures:
     def __post_init__(self) -> None:
         object.__setattr__(self, "processed", self.penalties or self.bias or self.min_tokens or self.masks)
 
+    @property
+    def only_random(self) -> bool:
+        """Whether a temperature is all that changes the choice, and nothing else is asked for."""
+        return self.random and not (self.truncated or self.min_p or self.processed or self.logprobs is not None)
+
     @classmethod
     def of_bits(cls, bits: int, logprobs: int) -> SamplingFeatures:
         """What `feature_bits` of some rows, or-ed, come to; `logprobs` below 0: none."""

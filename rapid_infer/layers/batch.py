@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -71,7 +71,7 @@ class ForwardBatch:
         """
         return x if self.last_layer_indices is None else x.index_select(0, self.last_layer_indices)
 
-    def match_tokens(self, values: Tensor, hidden: Tensor) -> Tensor:
+    def match_tokens(self, values: Tensor, hidden: Sized) -> Tensor:
         """`values [T, ...]` of the tokens that `hidden` holds, from which attention may have left some out.
 
         For all that a layer has per token besides: the residual stream, which tokens are padding.

@@ -18,6 +18,7 @@ from rapid_infer.layers.embedding import LMHead, VocabEmbedding
 from rapid_infer.layers.module import LayerModule
 from rapid_infer.layers.norm import RMSNorm
 from rapid_infer.layers.parameter import Elsewhere
+from rapid_infer.parallel.partial_sum import PartialSum, reduced
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,9 @@ class DecoderLayer(LayerModule):
         if "forward" in vars(cls) and "drops_tokens" not in vars(cls):
             cls.drops_tokens = False
 
-    def forward(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor | PartialSum, residual: Tensor | None, batch: ForwardBatch
+    ) -> tuple[Tensor | PartialSum, Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
         x = self.self_attn(x, batch)
         x, residual = self.post_attention_layernorm.add(x, batch.match_tokens(residual, x))
@@ -110,4 +113,4 @@ class DecoderModel(nn.Module):
         """
         received = batch.received or StageState(self.embed(batch), None)
         x, residual = self.layers(received.hidden, batch, received.residual)
-        return StageState(x, residual) if isinstance(self.norm, Elsewhere) else self.norm.add(x, residual)[0]
+        return StageState(reduced(x), residual) if isinstance(self.norm, Elsewhere) else self.norm.add(x, residual)[0]

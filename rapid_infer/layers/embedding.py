@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rapid_infer.errors import ConfigError
@@ -36,10 +39,7 @@ class VocabEmbedding(MatrixModule):
     def forward(self, input_ids: Tensor) -> Tensor:
         if self.parallel.tp_size == 1:
             return self._lookup(input_ids, self.weight)
-        (mine,) = self.layout.outs
-        here = (input_ids >= mine.start) & (input_ids < mine.stop)
-        local = self._lookup((input_ids - mine.start).where(here, 0), self.weight)
-        return self.parallel.all_reduce(local * here.unsqueeze(-1))
+        return self.parallel.all_reduce(self._lookup(input_ids, self.weight, self.layout.outs[0].start))
 
 
 class LMHead(MatrixModule):
@@ -82,22 +82,40 @@ class LMHead(MatrixModule):
             scores = scores * self.logit_scale
         return scores if self.soft_cap is None else self.soft_cap * torch.tanh(scores / self.soft_cap)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden `[n, hidden]` -> fp32 `[n, this shard's vocabulary]`."""
+    @property
+    def start(self) -> int:
+        """The vocabulary id of this rank's first row."""
+        return self.layout.outs[0].start
+
+    def shard_logits(self, hidden: Tensor) -> Tensor:
+        """hidden `[n, hidden]` -> fp32 `[n, rows]` of this rank's rows, whose ids begin at `start`."""
         return self._finish(self.quant.logits(self, hidden))
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden `[n, hidden]` -> fp32 `[n, vocab]`, the same on every rank."""
+        mine = self.shard_logits(hidden)
+        if self.parallel.tp_size == 1:
+            return mine
+        # The last rank may have fewer rows.
+        rows = -(-self.vocab_size // self.parallel.tp_size)
+        gathered = self.parallel.all_gather(F.pad(mine, (0, rows - mine.shape[1]), value=-math.inf))
+        return gathered.transpose(0, 1).flatten(1)[:, : self.vocab_size]
+
     def argmax(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden `[n, hidden]` -> (value fp32 `[n]`, vocabulary id int64 `[n]`) of the best token in this shard.
+        """hidden `[n, hidden]` -> (value fp32 `[n]`, vocabulary id int64 `[n]`) of the best token, on every rank.
 
         The value is not finite where a score is NaN.
         """
+        value, index = self._shard_argmax(hidden)
+        return self.parallel.best(value, index + self.start if self.start else index)
+
+    def _shard_argmax(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         if self.logit_scale <= 0:
-            value, index = self.logits(hidden).max(dim=-1)
+            value, index = self.shard_logits(hidden).max(dim=-1)
         else:
             best, index = self.quant.argmax(self, hidden)
             value = self._finish(best)
             if self.soft_cap is not None:
                 # It turns infinity, which may stand for NaN, into a number.
                 value = best.where(best.isinf(), value)
-        start = self.layout.outs[0].start
-        return value, index + start if start else index
+        return value, index

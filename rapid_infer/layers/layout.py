@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rapid_infer.errors import ConfigError
 from rapid_infer.layers.context import BuildContext
 from rapid_infer.layers.parameter import Part, Placement
+from rapid_infer.parallel.state import split
 from rapid_infer.quant.param_spec import Dim, ParamSpec
 
 
@@ -59,6 +60,13 @@ def cut(ctx: BuildContext, name: Part, size: int, what: str = "output features")
     """An even cut: rank r of n has features `r * size / n ...`."""
     local = ctx.parallel.split(size, f"{ctx.name} {what}")
     return Shard(name, size, local, ctx.parallel.tp_rank * local)
+
+
+def cut_expert(ctx: BuildContext, name: Part, size: int, what: str) -> Shard:
+    """The same over the ranks that keep the same experts."""
+    parallel = ctx.parallel
+    local = split(size, parallel.expert_tp_size, f"{ctx.name} {what}", "tensor_parallel_size / expert_parallel_size")
+    return Shard(name, size, local, parallel.expert_tp_rank * local)
 
 
 @dataclass(frozen=True)

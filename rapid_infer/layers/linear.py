@@ -13,6 +13,7 @@ from rapid_infer.errors import ConfigError
 from rapid_infer.layers.context import BuildContext
 from rapid_infer.layers.layout import MatrixLayout, Shard, cut, whole
 from rapid_infer.layers.matrix import MatrixModule
+from rapid_infer.parallel.partial_sum import PartialSum
 from rapid_infer.quant.param_spec import OUT, ParamSpec
 
 
@@ -98,21 +99,19 @@ class QKVParallelLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """Input features cut over the ranks; the partial products are added over them, then the bias once.
+    """Input features cut over the ranks; the bias is added once, and the partial products are added over the ranks.
 
-    `reduce` False: y is this rank's partial product, which the caller adds to others before it sums over the ranks.
+    `defer`: the sum is left to the norm that comes next, see `PartialSum`; on one rank there is nothing to leave.
     """
 
     def __init__(
-        self, ctx: BuildContext, in_features: int, out_features: int, bias: bool = False, reduce: bool = True
+        self, ctx: BuildContext, in_features: int, out_features: int, bias: bool = False, defer: bool = False
     ) -> None:
-        if bias and not reduce:
-            raise ValueError(f"{ctx.name}: without reduce every rank would add the bias")
         super().__init__(ctx, in_features, out_features, bias, cut_input=True)
-        self.reduce = reduce
+        self.defer = defer
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor | PartialSum:  # type: ignore[override]
         y = self.quant.apply(self, x)
-        if self.reduce:
-            y = self.parallel.all_reduce(y)
-        return y if self.bias is None else y + self.bias
+        if self.bias is not None and self.parallel.tp_rank == 0:
+            y = y + self.bias
+        return self.parallel.finish_sum(y, self.defer, self.ctx_name)

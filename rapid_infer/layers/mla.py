@@ -20,6 +20,7 @@ from rapid_infer.layers.linear import ColumnParallelLinear, Linear, RowParallelL
 from rapid_infer.layers.matrix import MatrixModule
 from rapid_infer.layers.norm import RMSNorm
 from rapid_infer.layers.rope import RopeConfig, rope_table
+from rapid_infer.parallel.partial_sum import PartialSum
 
 LATENT_EPS = 1e-6
 """Of the norms of both latents, whatever `rms_norm_eps` says: the published models were trained so."""
@@ -80,12 +81,12 @@ class MLAAttention(CachedModule):
 
     The cached latent is the same on every rank, and so are the projections down to it and to the query latent
     (`qkv_a_proj`, one matrix for both); what belongs to a head is cut by heads: queries, `kv_b_proj`, `o_proj`. Without
-    a query latent, `qkv_a_proj` holds this rank's query heads in its place.
+    a query latent, `qkv_a_proj` holds this rank's query heads in its place. `defer`: see `RowParallelLinear`.
     """
 
     splits_context = True
 
-    def __init__(self, ctx: BuildContext, config: MLAConfig) -> None:
+    def __init__(self, ctx: BuildContext, config: MLAConfig, defer: bool = False) -> None:
         super().__init__()
         self.config = config
         tp, hidden, heads = ctx.parallel, config.hidden_size, config.num_attention_heads
@@ -107,7 +108,7 @@ class MLAAttention(CachedModule):
             self.q_b_proj = ColumnParallelLinear(ctx.sub("q_b_proj"), q_rank, heads * (nope + rope))
         self.kv_a_layernorm = RMSNorm(ctx.sub("kv_a_layernorm"), rank, LATENT_EPS)
         self.kv_b_proj = MLAUpProjection(ctx.sub("kv_b_proj"), heads, nope, config.v_head_dim, rank)
-        self.o_proj = RowParallelLinear(ctx.sub("o_proj"), heads * config.v_head_dim, hidden)
+        self.o_proj = RowParallelLinear(ctx.sub("o_proj"), heads * config.v_head_dim, hidden, defer=defer)
         self.scale = config.scale
         self.table = rope_table(ctx, config.rope)
         self.cache_spec = MLAKV(rank, rope, str(ctx.dtype).removeprefix("torch."))
@@ -120,7 +121,7 @@ class MLAAttention(CachedModule):
     def bind_cache(self, group: int, cache: Tensor) -> None:
         self.cache_group, self.cache = group, cache
 
-    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor | PartialSum:
         metadata, config, tokens = batch.attention[self.cache_group], self.config, x.shape[0]
         rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
         down = self.qkv_a_proj(x)

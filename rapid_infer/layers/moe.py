@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from rapid_infer.errors import ConfigError
 from rapid_infer.layers.batch import ForwardBatch
 from rapid_infer.layers.context import BuildContext
-from rapid_infer.layers.layout import ExpertAxis, MatrixLayout, cut, whole
+from rapid_infer.layers.layout import ExpertAxis, MatrixLayout, cut_expert, whole
 from rapid_infer.layers.matrix import MatrixModule
 from rapid_infer.layers.mlp import GatedMLP
 from rapid_infer.layers.module import LayerModule
 from rapid_infer.ops.route_experts import SCORING
+from rapid_infer.parallel.partial_sum import PartialSum, share
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Experts(LayerModule):
     """The routed experts of this rank: gate_up_proj `[local, 2 * size, hidden]`, down_proj `[local, hidden, size]`.
 
     `expert_map` gives each expert's slot in them (logical to physical), below zero for one that another rank keeps.
-    Every expert is cut over the tensor-parallel ranks along `size`.
+    Every expert is cut along `size` over the ranks that keep it.
     """
 
     def __init__(self, ctx: BuildContext, hidden_size: int, intermediate_size: int, expert_map: Sequence[int]) -> None:
@@ -97,9 +98,9 @@ class Experts(LayerModule):
         self.quant = ctx.quant.experts(ctx.name)
         specs, axis, what = self.quant.params(ctx.dtype), ExpertAxis(tuple(expert_map)), "features of an expert"
         up, down = ctx.sub("gate_up_proj"), ctx.sub("down_proj")
-        halves = tuple(cut(up, name, intermediate_size, what) for name in (0, 1))
+        halves = tuple(cut_expert(up, name, intermediate_size, what) for name in (0, 1))
         self.gate_up_proj = MatrixModule(up, MatrixLayout(halves, whole(None, hidden_size)), specs, axis)
-        inputs = cut(down, None, intermediate_size, what)
+        inputs = cut_expert(down, None, intermediate_size, what)
         self.down_proj = MatrixModule(down, MatrixLayout((whole(None, hidden_size),), inputs), specs, axis)
         self.quant.bind(self, ctx)
 
@@ -115,7 +116,7 @@ class MoE(LayerModule):
     """`sum of weight * expert(x) over a token's experts + shared_experts(x)`; x and result `[tokens, hidden]`.
 
     Named as checkpoints name them: `gate`, `experts`, `shared_experts` (None without `shared_size`). The routed and the
-    shared part are added first and summed over the ranks once.
+    shared part are added first and summed over the ranks once; `defer`: see `RowParallelLinear`.
     """
 
     def __init__(
@@ -125,18 +126,19 @@ class MoE(LayerModule):
         intermediate_size: int,
         router: RouterConfig,
         shared_size: int | None = None,
+        defer: bool = False,
     ) -> None:
         super().__init__()
-        self.parallel = ctx.parallel
-        expert_map = range(router.num_experts)
+        self.parallel, self.ctx_name, self.defer = ctx.parallel, ctx.name, defer
+        expert_map = ctx.parallel.expert_map(router.num_experts)
         self.gate = Router(ctx.sub("gate"), hidden_size, router, expert_map)
         self.experts = Experts(ctx.sub("experts"), hidden_size, intermediate_size, expert_map)
         self.shared_experts: GatedMLP | None = None
         if shared_size is not None:
-            self.shared_experts = GatedMLP(ctx.sub("shared_experts"), hidden_size, shared_size, reduce=False)
+            self.shared_experts = GatedMLP(ctx.sub("shared_experts"), hidden_size, shared_size, defer=True)
 
-    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor | PartialSum:
         token_mask = None if batch.token_mask is None else batch.match_tokens(batch.token_mask, x)
         weights, slots = self.gate(x, token_mask)
-        shared = None if self.shared_experts is None else self.shared_experts(x)
-        return self.parallel.all_reduce(self.experts(x, weights, slots, shared))
+        shared = None if self.shared_experts is None else share(self.shared_experts(x))
+        return self.parallel.finish_sum(self.experts(x, weights, slots, shared), self.defer, self.ctx_name)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rapid_infer.layers.batch import ForwardBatch
 from rapid_infer.layers.parameter import Elsewhere
+from rapid_infer.parallel.partial_sum import PartialSum, reduced
 
 
 class LayerStack(nn.Module):
@@ -43,7 +44,7 @@ class LayerStack(nn.Module):
 
     def forward(
         self, hidden: Tensor, batch: ForwardBatch, residual: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor | PartialSum, Tensor | None]:
         """hidden and residual `[tokens, hidden]` -> the same after the last layer; their sum is the residual stream.
 
         Of all tokens or, where the last layer leaves the others out, of those of `batch.logits_indices` alone.
@@ -58,7 +59,7 @@ class LayerStack(nn.Module):
                 batch = self._last_layer_batch(batch, layer)
             hidden, residual = layer(hidden, residual, batch)
             if name in aux:
-                batch.aux_hidden_states[int(name)] = hidden if residual is None else hidden + residual
+                batch.aux_hidden_states[int(name)] = reduced(hidden) if residual is None else reduced(hidden) + residual
         return hidden, residual
 
     @staticmethod

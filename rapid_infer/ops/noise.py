@@ -43,17 +43,24 @@ def _row_key(seed: Tensor, sample_index: Tensor, position: Tensor, purpose: int,
 
 
 def uniform(
-    seed: Tensor, sample_index: Tensor, position: Tensor, size: int, purpose: Purpose = Purpose.SAMPLE
+    seed: Tensor,
+    sample_index: Tensor,
+    position: Tensor,
+    size: int,
+    start: int = 0,
+    purpose: Purpose = Purpose.SAMPLE,
 ) -> Tensor:
-    """fp32 `[rows, size]` in the open interval (0, 1). seed int64, sample_index and position integer, all `[rows]`."""
+    """fp32 `[rows, size]` in the open interval (0, 1), for the ids from `start` on. seed int64, sample_index and
+    position integer, all `[rows]`.
+    """
     low = _row_key(seed, sample_index, position, purpose, LOW_KEY).unsqueeze(1)
     high = _row_key(seed, sample_index, position, purpose, HIGH_KEY).unsqueeze(1)
-    ids = torch.arange(size, device=seed.device)
+    ids = torch.arange(start, start + size, device=seed.device)
     bits = _mix(_mix((ids + low) & _MASK) ^ high)
     # 23 bits and a half: the largest value stays below 1 in fp32, where 24 bits would round to it.
     return ((bits >> 9).float() + 0.5) * 2.0**-23
 
 
-def gumbel(seed: Tensor, sample_index: Tensor, position: Tensor, size: int) -> Tensor:
+def gumbel(seed: Tensor, sample_index: Tensor, position: Tensor, size: int, start: int = 0) -> Tensor:
     """Standard Gumbel noise fp32 `[rows, size]`: the argmax of logits plus this is a draw from their softmax."""
-    return -torch.log(-torch.log(uniform(seed, sample_index, position, size)))
+    return -torch.log(-torch.log(uniform(seed, sample_index, position, size, start)))

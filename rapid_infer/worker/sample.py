@@ -22,7 +22,7 @@ class SamplingOps(NamedTuple):
     """The operators of `sample_logits`, references or bound providers."""
 
     truncate_logits: Callable[..., Tensor] = ops.truncate_logits
-    gumbel_argmax: Callable[..., tuple[Tensor, Tensor]] = ops.gumbel_argmax
+    gumbel_argmax: Callable[..., tuple[Tensor, Tensor, Tensor]] = ops.gumbel_argmax
 
     @classmethod
     def bind(cls, resolver: ops.OpResolver) -> SamplingOps:
@@ -61,8 +61,11 @@ def sample_tokens(
     if not (features.random or features.processed or features.logprobs is not None):
         best, tokens = head.argmax(hidden)
         return SampledTokens(tokens, best)
-    raw = logits = head.logits(hidden)
     state = device_rows.sampling.gather_rows(rows)
+    if head.parallel.tp_size > 1 and features.only_random:
+        settings = state.temperature, state.seed, state.sample_index, lengths
+        return _draw_from_shards(head, hidden, settings, with_ops)
+    raw = logits = head.logits(hidden)
     failed = None
     if features.processed:
         failed = ~torch.isfinite(raw.amax(dim=-1))
@@ -74,6 +77,17 @@ def sample_tokens(
     finite_if_valid = torch.zeros_like(bad, dtype=torch.float32).masked_fill(bad, math.nan)
     logprobs = None if features.logprobs is None else gather_logprobs(raw, tokens, features.logprobs)
     return SampledTokens(tokens, finite_if_valid, logprobs)
+
+
+def _draw_from_shards(
+    head: LMHead, hidden: Tensor, settings: tuple[Tensor, ...], with_ops: SamplingOps
+) -> SampledTokens:
+    """The best of every rank's draw from its own part of the vocabulary: what one rank would draw, with nothing but
+    scores and ids exchanged.
+    """
+    mine, failed, score = with_ops.gumbel_argmax(head.shard_logits(hidden), *settings, head.start)
+    value, tokens = head.parallel.best(score.masked_fill(failed, math.nan), mine)
+    return SampledTokens(tokens, value)
 
 
 def sample_logits(
@@ -100,4 +114,4 @@ def sample_logits(
         temperature = temperature.sign()
         top_k, top_p = (state.top_k, state.top_p) if features.truncated else (None, None)
         logits = with_ops.truncate_logits(logits, top_k, top_p, state.min_p if features.min_p else None)
-    return with_ops.gumbel_argmax(logits, temperature, state.seed, state.sample_index, position)
+    return with_ops.gumbel_argmax(logits, temperature, state.seed, state.sample_index, position)[:2]

@@ -1,14 +1,15 @@
 """How layers cut their parameters over ranks, and that the ranks' parts add up to the whole."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rapid_infer.errors import ConfigError
+from rapid_infer.errors import ConfigError, PluginError
 from rapid_infer.layers.batch import ForwardBatch
 from rapid_infer.layers.context import BuildContext
 from rapid_infer.layers.embedding import LMHead, VocabEmbedding
@@ -25,29 +26,20 @@ from rapid_infer.layers.parameter import Part, placement_of
 from rapid_infer.layers.stack import LayerStack
 from rapid_infer.ops import OpResolver
 from rapid_infer.parallel import ParallelState
+from rapid_infer.parallel.partial_sum import PartialSum, reduced
 from rapid_infer.quant import PlainScheme
+from rapid_infer.testing.simulated_ranks import run_ranks
 
 OPS = OpResolver("cpu")
 SIZES = (1, 2, 4, 8)
 
 
-@dataclass(frozen=True)
-class Simulated(ParallelState):
-    """Ranks that run one after another: the last one gets the sum of all."""
-
-    partials: list[Tensor] = field(default_factory=list)
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        self.partials.append(x)
-        return torch.stack(self.partials).sum(0)
+def context(parallel: ParallelState, quant: PlainScheme | None = None) -> BuildContext:
+    return BuildContext(torch.float32, OPS, 64, parallel, quant or PlainScheme(), "layer")
 
 
 def contexts(tp_size: int, quant: PlainScheme | None = None) -> list[BuildContext]:
-    partials: list[Tensor] = []
-    return [
-        BuildContext(torch.float32, OPS, 64, Simulated(rank, tp_size, partials), quant or PlainScheme(), "layer")
-        for rank in range(tp_size)
-    ]
+    return [context(ParallelState(rank, tp_size), quant) for rank in range(tp_size)]
 
 
 def fill(module: nn.Module, tensors: Mapping[tuple[str, Part], Tensor]) -> None:
@@ -134,23 +126,55 @@ def test_qkv_is_cut_by_heads_and_kv_heads_repeat_on_more_ranks_than_heads(tp: in
 def test_row_layers_add_up_to_the_whole_with_the_bias_once(tp: int) -> None:
     torch.manual_seed(0)
     weight, bias, x = torch.randn(5, 16), torch.randn(5), torch.randn(3, 16)
-    outputs = []
-    for ctx, part in zip(contexts(tp), x.chunk(tp, dim=1)):
-        layer = RowParallelLinear(ctx, 16, 5, bias=True)
+
+    def run(parallel: ParallelState, defer: bool) -> Any:
+        layer = RowParallelLinear(context(parallel), 16, 5, bias=True, defer=defer)
         fill(layer, {("weight", None): weight, ("bias", None): bias})
-        outputs.append(layer(part))
-    torch.testing.assert_close(outputs[-1], F.linear(x, weight, bias))
+        y = layer(x.chunk(tp, dim=1)[parallel.tp_rank])
+        assert isinstance(y, PartialSum) == (defer and tp > 1)
+        return reduced(y)
+
+    for defer in (False, True):
+        outputs = run_ranks(tp, partial(run, defer=defer))
+        assert all(torch.equal(outputs[0], other) for other in outputs)
+        torch.testing.assert_close(outputs[0], F.linear(x, weight, bias))
+
+
+def test_a_sum_to_be_made_is_taken_by_norms_alone_and_names_its_layer() -> None:
+    torch.manual_seed(0)
+    x, residual = torch.randn(2, 3, 8), torch.randn(3, 8)
+
+    def run(parallel: ParallelState) -> Any:
+        norm = RMSNorm(context(parallel), 8, 1e-6)
+        norm.weight.data.fill_(1.5)
+        given = PartialSum(x[parallel.tp_rank], parallel, "layers.3.mlp.down_proj")
+        for wrong in (lambda: given + residual, lambda: torch.cat([given, residual]), lambda: given.float()):
+            with pytest.raises(PluginError, match=r"layers\.3\.mlp\.down_proj was built with defer=True"):
+                wrong()
+        assert (given.shape, len(given)) == ((3, 8), 3)
+        return norm.add(given, residual), norm.add(given, None), norm(given)
+
+    for added, first, alone in run_ranks(2, run):
+        norm = RMSNorm(context(ParallelState()), 8, 1e-6)
+        norm.weight.data.fill_(1.5)
+        whole = x.sum(0)
+        for got, want in ((added, norm.add(whole, residual)), (first, norm.add(whole, None))):
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert torch.equal(alone, norm(whole))
 
 
 @pytest.mark.parametrize("tp", SIZES)
 def test_gated_mlp_over_ranks_equals_the_formula(tp: int) -> None:
     torch.manual_seed(0)
     gate, up, down, x = torch.randn(16, 6), torch.randn(16, 6), torch.randn(6, 16), torch.randn(4, 6)
-    for ctx in contexts(tp):
-        mlp = GatedMLP(ctx, 6, 16)
+
+    def run(parallel: ParallelState) -> Any:
+        mlp = GatedMLP(context(parallel), 6, 16)
         fill(mlp.gate_up_proj, {("weight", 0): gate, ("weight", 1): up})
         fill(mlp.down_proj, {("weight", None): down})
-        result = mlp(x)
+        return mlp(x)
+
+    result = run_ranks(tp, run)[-1]
     torch.testing.assert_close(result, (F.silu(x @ gate.T) * (x @ up.T)) @ down.T, atol=1e-4, rtol=1e-4)
 
 
@@ -175,23 +199,29 @@ def test_an_uneven_vocabulary_adds_up(tp: int) -> None:
     torch.manual_seed(0)
     vocab, hidden = 61, 6
     weight, ids, h = torch.randn(vocab, hidden), torch.tensor([0, 60, 17, 59, 8]), torch.randn(3, hidden)
-    scores, best = [], []
-    for rank, ctx in enumerate(contexts(tp)):
+    # Two shards hold the best score of a token: the lower id wins, as in one piece.
+    weight[60] = weight[1]
+
+    def run(parallel: ParallelState) -> Any:
+        ctx = context(parallel)
         embedding = VocabEmbedding(ctx, vocab, hidden)
         fill(embedding, {("weight", None): weight})
         rows = -(-vocab // tp)
-        assert len(embedding.weight) == min(rows, vocab - rank * rows)
-        embedded = embedding(ids)
+        assert len(embedding.weight) == min(rows, vocab - parallel.tp_rank * rows)
         head = LMHead(ctx, vocab, hidden)
         fill(head, {("weight", None): weight})
-        scores.append(head.logits(h))
-        best.append(head.argmax(h))
-    torch.testing.assert_close(embedded, weight[ids])
-    whole = torch.cat(scores, dim=1)
-    torch.testing.assert_close(whole, h @ weight.T)
-    values, tokens = (torch.stack(x) for x in zip(*best))
-    winner = values.argmax(dim=0)
-    assert tokens[winner, torch.arange(3)].tolist() == whole.argmax(dim=1).tolist()
+        broken = h.clone()
+        broken[1, 2] = torch.nan
+        return embedding(ids), head.logits(h), head.argmax(h), head.argmax(broken)[0]
+
+    h[0] = weight[1] * 9
+    for embedded, scores, (values, tokens), broken in run_ranks(tp, run):
+        torch.testing.assert_close(embedded, weight[ids])
+        torch.testing.assert_close(scores, h @ weight.T)
+        torch.testing.assert_close(values, scores.amax(dim=1))
+        assert tokens.tolist() == scores.argmax(dim=1).tolist()
+        assert tokens[0] == 1
+        assert torch.isfinite(broken).tolist() == [True, False, True]
 
 
 def test_head_options() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -21,23 +22,14 @@ from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.rope_kv_write import rotate
 from rapid_infer.parallel import ParallelState
 from rapid_infer.testing.op_cases.attention import in_mixed_graph, make_metadata
+from rapid_infer.testing.simulated_ranks import run_ranks
 
 HEADS, NOPE, ROPE, V, RANK, HIDDEN, BLOCK = 4, 6, 4, 5, 12, 16, 4
 YARN = (("factor", 40.0), ("mscale_all_dim", 0.707), ("mscale", 0.707), ("original_max_position_embeddings", 8.0))
 CONFIG = MLAConfig(HIDDEN, HEADS, None, RANK, NOPE, ROPE, V, RopeConfig(1e4, ROPE, "yarn", YARN, True))
 
 
-@dataclass(frozen=True)
-class Simulated(ParallelState):
-    """Ranks that run one after another: the last one gets the sum of all."""
-
-    partials: list[Tensor] = field(default_factory=list)
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        self.partials.append(x)
-        return torch.stack(self.partials).sum(0)
-
-
+@cache
 def weights(config: MLAConfig) -> dict[tuple[str, str | None], Tensor]:
     torch.manual_seed(0)
     q_rank = config.q_lora_rank
@@ -108,28 +100,30 @@ def test_absorbed_equals_materialised_in_chunks_and_over_ranks(q_rank: int | Non
     config = replace(CONFIG, q_lora_rank=q_rank)
     x = torch.randn(11, HIDDEN, generator=torch.Generator().manual_seed(1))
     metadata, blocks = make_metadata([11], [11], BLOCK, "cpu")
-    partials: list[Tensor] = []
-    ranks = [build(config, Simulated(rank, tp, partials), blocks) for rank in range(tp)]
-    results, done = [], 0
-    for size in chunks:
-        positions = torch.arange(done, done + size)
-        step = replace(
-            metadata,
-            query_start=torch.tensor([0, size], dtype=torch.int32),
-            seq_lens=torch.tensor([done + size], dtype=torch.int32),
-            slots=metadata.slots[done : done + size],
-            num_decodes=int(size == 1),
-            plans={},
-        )
-        partials.clear()
-        for layer in ranks:
-            result = layer(x[done : done + size], ForwardBatch(positions, positions, [replace(step, plans={})]))
-        assert len(partials) == tp
-        results.append(result)
-        done += size
-    torch.testing.assert_close(torch.cat(results), materialised(config, x), atol=2e-4, rtol=2e-4)
-    for layer in ranks[1:]:
-        assert torch.equal(layer.cache.nan_to_num(), ranks[0].cache.nan_to_num())
+
+    def run(parallel: ParallelState) -> tuple[Tensor, Tensor]:
+        layer = build(config, parallel, blocks)
+        results, done = [], 0
+        for size in chunks:
+            positions = torch.arange(done, done + size)
+            step = replace(
+                metadata,
+                query_start=torch.tensor([0, size], dtype=torch.int32),
+                seq_lens=torch.tensor([done + size], dtype=torch.int32),
+                slots=metadata.slots[done : done + size],
+                num_decodes=int(size == 1),
+                plans={},
+            )
+            results.append(layer(x[done : done + size], ForwardBatch(positions, positions, [step])))
+            done += size
+        assert tp == 1 or parallel.comm.sums == len(chunks)
+        return torch.cat(results), layer.cache.nan_to_num()
+
+    # Drawn here, not in several threads at once.
+    weights(config)
+    (result, latents), *others = run_ranks(tp, run)
+    torch.testing.assert_close(result, materialised(config, x), atol=2e-4, rtol=2e-4)
+    assert all(torch.equal(result, theirs) and torch.equal(latents, copy) for theirs, copy in others)
 
 
 @pytest.mark.parametrize("padding", [(0, 0), (3, 5)])
@@ -181,17 +175,17 @@ def test_a_mixed_graph_needs_no_number_from_the_host(
 
 
 def test_what_does_not_belong_to_a_head_is_whole_on_every_rank() -> None:
-    layer = build(replace(CONFIG, q_lora_rank=7), Simulated(1, 4), 1)
+    layer = build(replace(CONFIG, q_lora_rank=7), ParallelState(1, 4), 1)
     assert layer.qkv_a_proj.weight.shape == (7 + RANK + ROPE, HIDDEN)
     assert layer.q_b_proj is not None
     assert layer.q_b_proj.weight.shape == (NOPE + ROPE, 7)
     assert layer.kv_b_proj.weight.shape == (NOPE + V, RANK)
     assert layer.o_proj.weight.shape == (HIDDEN, V)
     assert layer.cache_spec.bytes_per_token == (RANK + ROPE) * 4
-    plain = build(CONFIG, Simulated(1, 4), 1)
+    plain = build(CONFIG, ParallelState(1, 4), 1)
     assert plain.qkv_a_proj.weight.shape == (NOPE + ROPE + RANK + ROPE, HIDDEN)
     with pytest.raises(ConfigError, match="num_attention_heads=4"):
-        build(CONFIG, Simulated(1, 3), 1)
+        build(CONFIG, ParallelState(1, 3), 1)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,22 +14,12 @@ from rapid_infer.layers.batch import ForwardBatch
 from rapid_infer.layers.context import BuildContext
 from rapid_infer.layers.moe import Experts, MoE, RouterConfig
 from rapid_infer.layers.parameter import placement_of
-from rapid_infer.ops import OpResolver, fused_experts, route_experts
+from rapid_infer.ops import OpResolver, route_experts
 from rapid_infer.parallel import ParallelState
+from rapid_infer.testing.simulated_ranks import run_ranks
 
 EXPERTS, HIDDEN, SIZE, SHARED = 6, 8, 12, 16
 ROUTER = RouterConfig(EXPERTS, 2)
-
-
-@dataclass(frozen=True)
-class Simulated(ParallelState):
-    """Ranks that run one after another: the last one gets the sum of all."""
-
-    partials: list[Tensor] = field(default_factory=list)
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        self.partials.append(x)
-        return torch.stack(self.partials).sum(0)
 
 
 def context(parallel: ParallelState | None = None) -> BuildContext:
@@ -107,15 +97,19 @@ def batch(tokens: int, token_mask: Tensor | None = None) -> ForwardBatch:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
 @pytest.mark.parametrize("router", [ROUTER, replace(ROUTER, renormalize=False, scale=2.5), replace(ROUTER, top_k=1)])
-def test_a_layer_over_ranks_equals_a_loop_over_tokens(router: RouterConfig, tp: int, fused: bool) -> None:
+def test_a_layer_over_ranks_equals_a_loop_over_tokens(router: RouterConfig, tp: int, ep: int, fused: bool) -> None:
     weights, x = Weights.make(), torch.randn(9, HIDDEN)
-    partials: list[Tensor] = []
-    for rank in range(tp):
-        result = build(weights, router, Simulated(rank, tp, partials), fused)(x, batch(9))
-    assert len(partials) == tp  # routed and shared parts together: one reduction
-    torch.testing.assert_close(result, expected(weights, router, x), atol=1e-4, rtol=1e-4)
+
+    def run(parallel: ParallelState) -> Tensor:
+        result = build(weights, router, parallel, fused)(x, batch(9))
+        # Routed and shared parts together: one reduction.
+        assert tp == 1 or parallel.comm.sums == 1
+        return result
+
+    for result in run_ranks(tp, run, ep_size=ep):
+        torch.testing.assert_close(result, expected(weights, router, x), atol=1e-4, rtol=1e-4)
 
 
 def test_padding_tokens_get_no_expert() -> None:
@@ -138,22 +132,15 @@ def test_the_last_layer_knows_which_of_the_tokens_it_kept_are_padding(wanted: li
     torch.testing.assert_close(layer(x[index], last), layer(x, batch(4, token_mask))[index])
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_ranks_with_experts_of_their_own_add_up(fused: bool) -> None:
-    """What expert parallelism will do: each rank holds some experts and a table that says where."""
-    weights, x = Weights.make(), torch.randn(9, HIDDEN)
-    layer = build(weights, ROUTER, ParallelState())
-    whole, total = layer(x, batch(9)), torch.zeros(9, HIDDEN)
-    for mine in (range(4), range(4, EXPERTS)):
-        expert_map = [e - mine.start if e in mine else -1 for e in range(EXPERTS)]
-        experts = Experts(context().sub("experts"), HIDDEN, SIZE, expert_map)
-        assert experts.gate_up_proj.weight.shape == (len(mine), 2 * SIZE, HIDDEN)
-        fill(experts, weights, fused)
-        layer.gate.expert_map = torch.tensor(expert_map, dtype=torch.int32)
-        routed, places = layer.gate(x, None)
-        total += fused_experts(x, experts.gate_up_proj.weight, experts.down_proj.weight, routed, places, None)
-    assert layer.shared_experts is not None
-    torch.testing.assert_close(total + layer.shared_experts(x), whole, atol=1e-4, rtol=1e-4)
+def test_experts_are_shared_out_with_one_more_for_the_first_ranks() -> None:
+    maps = [ParallelState(rank, 8, ep_size=4).expert_map(6) for rank in range(8)]
+    assert maps[0] == maps[1] == (0, 1, -1, -1, -1, -1)
+    assert maps[2] == maps[3] == (-1, -1, 0, 1, -1, -1)
+    assert maps[7] == (-1, -1, -1, -1, -1, 0)
+    with pytest.raises(ConfigError, match="num_experts=6 leaves a rank without experts"):
+        ParallelState(0, 8, ep_size=8).expert_map(6)
+    with pytest.raises(ConfigError, match=r"expert_parallel_size=3 does not divide .*=8; use one of \[1, 2, 4, 8\]"):
+        ParallelState(0, 8, ep_size=3)
 
 
 def test_experts_out_of_order_load_one_by_one_but_not_from_one_tensor() -> None:

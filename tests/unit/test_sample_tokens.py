@@ -13,6 +13,7 @@ from torch import Tensor
 from rapid_infer.engine.masks import pack
 from rapid_infer.engine.row_fields import SamplingFeatures
 from rapid_infer.engine.step_plan import RowMasks
+from rapid_infer.parallel import ParallelState
 from rapid_infer.worker.device_rows import DeviceRows
 from rapid_infer.worker.sample import SamplingOps, sample_tokens
 from rapid_infer.worker.token_state import TokenState
@@ -23,6 +24,8 @@ ALLOWED = range(8)
 
 class Head:
     """Scores as they are given."""
+
+    parallel = ParallelState()
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden.clone()

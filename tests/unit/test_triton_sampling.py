@@ -216,9 +216,31 @@ def test_draws_are_the_references(rows: int, scale: float) -> None:
     row = torch.arange(rows, device=DEVICE)
     temperature = torch.where(row % 4 == 3, 0.0, 0.1 + row / 8)
     keys = temperature, row * 2**33 - 9, row.int() % 3, row + 7
-    for want, got in zip(ops.gumbel_argmax(logits, *keys), gumbel_argmax.gumbel_argmax(logits, *keys)):
-        assert want.dtype == got.dtype
-        assert torch.equal(want, got)
+    *want, score = ops.gumbel_argmax(logits, *keys)
+    *got, got_score = gumbel_argmax.gumbel_argmax(logits, *keys)
+    for theirs, ours in zip(want, got, strict=True):
+        assert theirs.dtype == ours.dtype
+        assert torch.equal(theirs, ours)
+    torch.testing.assert_close(got_score, score)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_the_best_of_a_vocabularys_parts_is_the_draw_from_all_of_it(ranks: int) -> None:
+    rows, vocab = 9, 701
+    torch.manual_seed(ranks)
+    logits = torch.randn(rows, vocab, device=DEVICE)
+    row = torch.arange(rows, device=DEVICE)
+    keys = torch.where(row % 4 == 3, 0.0, 0.7), row * 2**33 - 9, row.int() % 3, row + 7
+    logits[3, 11] = logits[3, 600] = 9.0  # a tie over two parts, in a greedy row
+    for draw in (ops.gumbel_argmax, gumbel_argmax.gumbel_argmax):
+        whole, _, best = draw(logits, *keys)
+        starts = range(0, vocab, -(-vocab // ranks))
+        parts = [draw(logits[:, start : start + starts.step], *keys, start) for start in starts]
+        tokens, _, scores = (torch.stack(one) for one in zip(*parts))
+        assert torch.equal(scores.amax(0), best)
+        assert torch.equal(torch.where(scores == best, tokens, vocab).amin(0), whole)
+        assert whole[3] == 11
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -226,9 +248,9 @@ def test_a_row_alone_draws_what_it_draws_among_others() -> None:
     torch.manual_seed(0)
     logits, row = torch.randn(9, 300, device=DEVICE), torch.arange(9, device=DEVICE)
     keys = torch.ones(9, device=DEVICE), row, row, row
-    together, _ = gumbel_argmax.gumbel_argmax(logits, *keys)
+    together, *_ = gumbel_argmax.gumbel_argmax(logits, *keys)
     for i in (0, 8):
-        alone, _ = gumbel_argmax.gumbel_argmax(logits[i : i + 1], *(key[i : i + 1] for key in keys))
+        alone, *_ = gumbel_argmax.gumbel_argmax(logits[i : i + 1], *(key[i : i + 1] for key in keys))
         assert alone[0] == together[i]
 
 

@@ -21,6 +21,7 @@ def gumbel_argmax(dtype: torch.dtype, device: str) -> Iterator[Case]:
         temperature = torch.where(row % 3 == 1, 0.0, 0.5 + row)
         keys = {"seed": row * 0x7_0000_0001 - 5, "sample_index": row.int(), "position": row + 100}
         yield Case({"logits": logits, "temperature": temperature, **keys})
+    yield Case({"logits": logits, "temperature": temperature, **keys, "start": 75_968})
 
 
 @cases

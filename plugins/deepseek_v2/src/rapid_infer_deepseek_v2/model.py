@@ -47,13 +47,13 @@ class DeepseekV2ForCausalLM(DecoderModel):
         self.weight_map = WeightMap([ignore(f"**.layers.{i}.**", why) for i in drafts]) + type(self).weight_map
 
     def attention(self, config: DeepseekConfig, ctx: BuildContext, number: int) -> nn.Module:
-        return MLAAttention(ctx, config.attention)
+        return MLAAttention(ctx, config.attention, defer=True)
 
     def feed_forward(self, config: DeepseekConfig, ctx: BuildContext, number: int) -> nn.Module:
         if not config.sparse[number]:
-            return GatedMLP(ctx, config.hidden_size, config.intermediate_size)
+            return GatedMLP(ctx, config.hidden_size, config.intermediate_size, defer=True)
         shared = config.shared_intermediate_size
-        return MoE(ctx, config.hidden_size, config.moe_intermediate_size, config.router, shared)
+        return MoE(ctx, config.hidden_size, config.moe_intermediate_size, config.router, shared, defer=True)
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):

@@ -43,7 +43,9 @@ class LlamaAttention(nn.Module):
         self.qkv_proj = QKVParallelLinear(
             ctx.sub("qkv_proj"), config.hidden_size, heads, kv_heads, dim, bias=config.attention_bias
         )
-        self.o_proj = RowParallelLinear(ctx.sub("o_proj"), heads * dim, config.hidden_size, config.attention_bias)
+        self.o_proj = RowParallelLinear(
+            ctx.sub("o_proj"), heads * dim, config.hidden_size, config.attention_bias, defer=True
+        )
         self.attn = Attention(
             ctx.sub("attn"), self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, dim, rope=config.rope
         )
@@ -91,4 +93,4 @@ class LlamaForCausalLM(DecoderModel):
         return LlamaAttention(config, ctx)
 
     def feed_forward(self, config: LlamaConfig, ctx: BuildContext, number: int) -> nn.Module:
-        return GatedMLP(ctx, config.hidden_size, config.intermediate_size, config.mlp_bias)
+        return GatedMLP(ctx, config.hidden_size, config.intermediate_size, config.mlp_bias, defer=True)

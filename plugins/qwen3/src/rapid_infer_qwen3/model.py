@@ -85,7 +85,7 @@ class QwenAttention(nn.Module):
         size, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
         dim = config.head_dim
         self.qkv_proj = QKVParallelLinear(ctx.sub("qkv_proj"), size, heads, kv_heads, dim, config.qkv_bias)
-        self.o_proj = RowParallelLinear(ctx.sub("o_proj"), heads * dim, size, config.o_bias)
+        self.o_proj = RowParallelLinear(ctx.sub("o_proj"), heads * dim, size, config.o_bias, defer=True)
         self.q_norm = RMSNorm(ctx.sub("q_norm"), dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(ctx.sub("k_norm"), dim, config.rms_norm_eps) if config.qk_norm else None
         self.attn = Attention(
@@ -122,7 +122,7 @@ class Qwen3ForCausalLM(DecoderModel):
         return QwenAttention(config, ctx, config.windows[number])
 
     def feed_forward(self, config: QwenConfig, ctx: BuildContext, number: int) -> nn.Module:
-        return GatedMLP(ctx, config.hidden_size, config.intermediate_size)
+        return GatedMLP(ctx, config.hidden_size, config.intermediate_size, defer=True)
 
 
 class Qwen2ForCausalLM(Qwen3ForCausalLM):

@@ -47,4 +47,4 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
         assert isinstance(config, Qwen3MoeConfig)
         if not config.sparse[number]:
             return super().feed_forward(config, ctx, number)
-        return MoE(ctx, config.hidden_size, config.moe_intermediate_size, config.router)
+        return MoE(ctx, config.hidden_size, config.moe_intermediate_size, config.router, defer=True)

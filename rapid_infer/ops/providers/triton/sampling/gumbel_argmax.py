@@ -48,7 +48,7 @@ def _uniform(low, high, ids):
 @triton.jit
 def _part_kernel(
     logits_ptr, temperature_ptr, seed_ptr, sample_index_ptr, position_ptr, score_ptr, token_ptr, best_ptr,
-    stride, temperature_stride, seed_stride, sample_index_stride, position_stride, vocab, part_size,
+    stride, temperature_stride, seed_stride, sample_index_stride, position_stride, vocab, part_size, first,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Per part of a row, whole blocks: its best score, that token, and its best logit (infinity if one is NaN)."""
@@ -79,7 +79,7 @@ def _part_kernel(
         # Most blocks are too far below the best one for any noise to matter.
         if tl.max(score, 0) + reach > peak:
             if random:
-                score -= tl.log(-tl.log(_uniform(low, high, ids)))
+                score -= tl.log(-tl.log(_uniform(low, high, first + ids)))
             block_peak = tl.max(score, 0)
             block_token = tl.min(tl.where(score == block_peak, ids, NO_ID), 0)
             token = tl.where(block_peak > peak, block_token, token)
@@ -93,8 +93,9 @@ def _part_kernel(
 
 @triton.jit
 def _best_kernel(
-    score_ptr, part_token_ptr, best_ptr, token_ptr, failed_ptr, parts, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+    score_ptr, part_token_ptr, best_ptr, token_ptr, failed_ptr, out_score_ptr, parts, first,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     start_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK)
@@ -103,21 +104,24 @@ def _best_kernel(
     score = tl.load(score_ptr + row * parts + part, mask=exists, other=float("-inf"))
     tokens = tl.load(part_token_ptr + row * parts + part, mask=exists, other=NO_ID)
     best = tl.max(tl.load(best_ptr + row * parts + part, mask=exists, other=float("-inf")), 0)
-    token = tl.min(tl.where(score == tl.max(score, 0), tokens, NO_ID), 0)
+    peak = tl.max(score, 0)
+    token = tl.min(tl.where(score == peak, tokens, NO_ID), 0)
     failed = (best == float("inf")) | (best == float("-inf"))
-    tl.store(token_ptr + row, tl.where(failed, 0, token).to(tl.int64))
+    tl.store(token_ptr + row, tl.where(failed, 0, token).to(tl.int64) + first)
     tl.store(failed_ptr + row, failed)
+    tl.store(out_score_ptr + row, tl.where(failed, 0.0, peak))
 
 
 def gumbel_argmax(
-    logits: Tensor, temperature: Tensor, seed: Tensor, sample_index: Tensor, position: Tensor
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, temperature: Tensor, seed: Tensor, sample_index: Tensor, position: Tensor, start: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     rows, vocab = logits.shape
     token = torch.empty(rows, dtype=torch.int64, device=logits.device)
     failed = torch.empty(rows, dtype=torch.bool, device=logits.device)
+    won = torch.empty(rows, device=logits.device)
     if not rows:
-        return token, failed
+        return token, failed, won
     # The token does not depend on the number of parts, so a row's draw does not depend on its neighbours.
     wanted = max(4 * num_multiprocessors(logits.device) // rows, 1)
     size = triton.cdiv(triton.cdiv(vocab, min(wanted, triton.cdiv(vocab, BLOCK))), BLOCK) * BLOCK
@@ -128,10 +132,10 @@ def gumbel_argmax(
     _part_kernel[(parts, rows)](
         logits, temperature, seed, sample_index, position, score, part_token, best,
         logits.stride(0), temperature.stride(0), seed.stride(0), sample_index.stride(0), position.stride(0),
-        vocab, size, BLOCK=BLOCK, num_warps=8, **options(logits),
+        vocab, size, start, BLOCK=BLOCK, num_warps=8, **options(logits),
     )  # fmt: skip
     _best_kernel[(rows,)](
-        score, part_token, best, token, failed, parts,
+        score, part_token, best, token, failed, won, parts, start,
         BLOCK=triton.next_power_of_2(parts), num_warps=1, **options(logits),
     )  # fmt: skip
-    return token, failed
+    return token, failed, won
