@@ -27,6 +27,7 @@ Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 NumBytes = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Share = Annotated[float, Meta(gt=0, le=1, description="a number in (0, 1]")]
+Ranks = Annotated[int, Meta(ge=1, le=64)]
 QueueDepth = Annotated[int, Meta(ge=1, le=2)]
 
 
@@ -105,8 +106,9 @@ class EngineConfig:
 class EngineArgs:
     """What a user may set; None and "auto" are decided by `resolve`. docs/options.md is made from this list.
 
-    tensor_parallel_size    ranks that cut each matrix between them; this version runs on 1
-    expert_parallel_size    ranks that share out a MoE layer's experts; this version runs on 1
+    tensor_parallel_size    ranks that cut each matrix between them, each on a GPU of its own or a share of the cores
+    expert_parallel_size    groups of those ranks that share out a MoE layer's experts; divides tensor_parallel_size. 1:
+                            every rank has a part of every expert
     dtype                   auto (the checkpoint's; float32 where the CPU has no fast 16-bit arithmetic), bfloat16, ...
     device                  auto (a GPU if there is one), cpu, cuda
     load_format             auto (safetensors, else .bin), or dummy for seeded random weights
@@ -136,8 +138,8 @@ class EngineArgs:
     op_priority             per operator, the providers to try, in order: {"paged_attention": ["torch"]}
     """
 
-    tensor_parallel_size: Count = 1
-    expert_parallel_size: Count = 1
+    tensor_parallel_size: Ranks = 1
+    expert_parallel_size: Ranks = 1
     dtype: str = "auto"
     device: Text = "auto"
     load_format: str = "auto"
@@ -169,9 +171,6 @@ class EngineArgs:
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
-        for name in ("tensor_parallel_size", "expert_parallel_size"):
-            if getattr(self, name) != 1:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: this version runs on one rank; use {name}=1")
         _check(self.dtype in ("auto", *DTYPES), "dtype", self.dtype, f"'auto' or one of {sorted(set(DTYPES.values()))}")
         _check(self.load_format in LOAD_FORMATS, "load_format", self.load_format, f"one of {list(LOAD_FORMATS)}")
         _check(self.model_impl in MODEL_IMPLS, "model_impl", self.model_impl, f"one of {list(MODEL_IMPLS)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +14,7 @@ from typing import Any
 
 from rapid_infer.config import CheckpointInfo, EngineArgs, EngineConfig
 from rapid_infer.engine.core import EngineCore
+from rapid_infer.engine.executor import Executor
 from rapid_infer.errors import ConfigError
 from rapid_infer.frontend import EngineInfo
 from rapid_infer.models.checkpoint import Checkpoint, read_checkpoint
@@ -101,13 +102,22 @@ def start_engine(
             for note in model.config.notes:
                 logger.info("%s", note)
             _aim(compiler, model)
-            from rapid_infer.executors import InProcessExecutor
-
-            executor = InProcessExecutor(
-                model.cls, model.model_config, checkpoint, model.config, partial(compiler.wait, terminal_count)
-            )
+            executor = _start_executor(model, checkpoint, entry, partial(compiler.wait, terminal_count))
             core = EngineCore(model.config, executor)
     return StartedEngine(core, model.config, _engine_info(core, model.config, checkpoint), tokenizer)
+
+
+def _start_executor(
+    model: ConfiguredModel, checkpoint: Checkpoint, entry: Entry, wait_for_kernels: Callable[[], object]
+) -> Executor:
+    known = model.cls, model.model_config, checkpoint, model.config, wait_for_kernels
+    if model.config.parallel.tensor_parallel_size == 1:
+        from rapid_infer.executors.in_process import InProcessExecutor
+
+        return InProcessExecutor(*known)
+    from rapid_infer.executors.multi_process import MultiProcessExecutor
+
+    return MultiProcessExecutor(*known, target=entry.target)
 
 
 def compile_kernels(checkpoint: Checkpoint, entry: Entry, args: EngineArgs) -> WarmedUp:

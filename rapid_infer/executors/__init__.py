@@ -1,5 +1,1 @@
-"""Where the model runs: in this process, for now."""
-
-from rapid_infer.executors.in_process import InProcessExecutor
-
-__all__ = ["InProcessExecutor"]
+"""Where the model runs: in this process, or on several ranks in processes of their own."""

@@ -11,13 +11,16 @@ from rapid_infer.engine.step_plan import RowMasks, StepPlan, StepResult
 from rapid_infer.models.checkpoint import Checkpoint
 from rapid_infer.profiling import span
 from rapid_infer.worker.build import plan_cache
-from rapid_infer.worker.capacity import refuses_out_of_memory
+from rapid_infer.worker.capacity import check_memory, refuses_out_of_memory
 from rapid_infer.worker.model_runner import StepHandle
 from rapid_infer.worker.worker import Worker
 
 
 class InProcessExecutor:
-    """Builds and loads the model on construction, see `Worker`. `wait_for_kernels` is called before the first step."""
+    """Builds and loads the model on construction, see `Worker`. ConfigError when it cannot fit the device.
+
+    `wait_for_kernels` is called before the first step.
+    """
 
     @refuses_out_of_memory
     def __init__(
@@ -29,6 +32,7 @@ class InProcessExecutor:
         wait_for_kernels: Callable[[], object],
     ) -> None:
         self.worker = worker = Worker(cls, model_config, checkpoint, config)
+        check_memory(cls, checkpoint, config)
         worker.build()
         worker.load()
         with span("executors.wait_for_kernels"):

@@ -25,6 +25,7 @@ from rapid_infer.loader.load import LoadReport, finalize, load_weights
 from rapid_infer.loader.progress import terminal_bar
 from rapid_infer.models.checkpoint import Checkpoint
 from rapid_infer.ops.registry import OpResolver
+from rapid_infer.parallel import ParallelState
 from rapid_infer.profiling import traced
 from rapid_infer.quant import select_scheme
 from rapid_infer.worker.contract import check_model
@@ -45,11 +46,17 @@ class BuiltModel:
 
 @traced("worker.build_model")
 def build_model(
-    cls: Any, checkpoint: Checkpoint, config: EngineConfig, device: torch.device | str, model_config: Any = None
+    cls: Any,
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    device: torch.device | str,
+    model_config: Any = None,
+    parallel: ParallelState | None = None,
 ) -> BuiltModel:
     """The model with uninitialised parameters of the right dtype. `device` "meta" builds it without memory.
 
-    `model_config`: what `read_config` gives, if that is known.
+    `model_config`: what `read_config` gives, if that is known. `parallel`: this rank's place; else the first
+    rank's, for what is counted and not run.
     """
     device = torch.device(device)
     if model_config is None:
@@ -58,7 +65,9 @@ def build_model(
     ops = OpResolver(
         "cpu" if on_cpu else device, dict(config.op_priority), cuda_graphs=config.cuda_graphs and not on_cpu
     )
+    sizes = config.parallel
     ctx = BuildContext(
+        parallel=parallel or ParallelState(0, sizes.tensor_parallel_size, ep_size=sizes.expert_parallel_size),
         dtype=getattr(torch, config.model.dtype),
         ops=ops,
         max_positions=config.model.max_model_len,
@@ -144,7 +153,8 @@ def cache_budget(config: EngineConfig, groups: Sequence[CacheGroup], spare: int 
     sequences = max(config.scheduler.max_num_seqs, 64)
     useful = cache_demand(config, groups).bytes(config.model.max_model_len, sequences)
     if spare is None:
-        spare = min(4 * GIB, available_host_memory() // 4)
+        # The ranks of a machine share its memory.
+        spare = min(4 * GIB, available_host_memory() // 4) // config.parallel.tensor_parallel_size
     return max(min(useful, spare), 0)
 
 

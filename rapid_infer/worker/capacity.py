@@ -39,8 +39,10 @@ class Room:
     @classmethod
     def of(cls, config: EngineConfig) -> Room:
         if config.device != "cuda":
-            limit = host_memory_limit()
-            return cls(limit, f"{size(limit)} of this machine's memory can be had")
+            ranks = config.parallel.tensor_parallel_size
+            limit = host_memory_limit() // ranks
+            words = "" if ranks == 1 else f" for each of {ranks} ranks"
+            return cls(limit, f"{size(limit)} of this machine's memory can be had{words}")
         free, total = torch.cuda.mem_get_info()
         free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         words = f"{size(free)} of the GPU's {size(total)} are free"

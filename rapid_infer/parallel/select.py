@@ -1,0 +1,51 @@
+"""Which provider of collectives the ranks use: the first one that works on all of them, by a test with real data."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+import torch
+
+from rapid_infer.errors import ConfigError
+from rapid_infer.parallel.comm import Comm
+from rapid_infer.parallel.process_group import agree
+
+logger = logging.getLogger(__name__)
+
+
+def self_test(comm: Comm, rank: int, size: int, device: torch.device) -> str | None:
+    """Why `comm` is not to be used; None when it adds and gathers as it should."""
+    for dtype in (torch.float32, torch.bfloat16):
+        mine = (torch.arange(70_000, device=device) % 251 * (rank + 1)).to(dtype).view(7, -1)
+        every = [(torch.arange(70_000, device=device) % 251 * (r + 1)).to(dtype).view(7, -1) for r in range(size)]
+        total = every[0].float()
+        for one in every[1:]:
+            total = total + one
+        gathered = comm.all_gather(mine)
+        if not all(torch.equal(a, b) for a, b in zip(gathered, every, strict=True)):
+            return f"it does not gather {dtype} as it should"
+        if not torch.equal(comm.all_reduce(mine.clone()), total.to(dtype)):
+            return f"it does not add {dtype} as it should"
+    return None
+
+
+def select_comm(candidates: Mapping[str, Callable[[], Comm]], rank: int, size: int, device: torch.device) -> Comm:
+    """The first candidate that every rank can use. ConfigError when there is none.
+
+    One that is dropped is dropped by all ranks together, and each that has a reason logs it.
+    """
+    for name, make in candidates.items():
+        comm: Comm | None = None
+        try:
+            comm = make()
+            reason = self_test(comm, rank, size, device) if agree(True) else None
+        except Exception as error:
+            if comm is None:
+                agree(False)
+            reason = f"{type(error).__name__}: {error}"
+        if reason is not None:
+            logger.warning("rank %d cannot use collectives over %s: %s", rank, name, reason)
+        if agree(comm is not None and reason is None) and comm is not None:
+            return comm
+    raise ConfigError(f"no collectives work on all {size} ranks; tried {', '.join(candidates)}")
