@@ -8,15 +8,16 @@ STAMP := $(VENV)/.installed
 # Processes that share out the test files; each takes up to 2 GB.
 TEST_PROCESSES ?= 2
 
-.PHONY: help setup demo test check format clean
+.PHONY: help setup demo test test-slow check format clean
 
 help:
-	@echo "make demo    install into $(VENV) and answer a question with a small model"
-	@echo "make test    install into $(VENV) and run the whole CPU test suite"
-	@echo "make check   the quick gate: ruff, import contracts, types; prints lines of code"
-	@echo "make setup   install only"
-	@echo "make format  let ruff format and fix"
-	@echo "make clean   remove $(VENV) and caches"
+	@echo "make demo        install into $(VENV) and answer a question with a small model"
+	@echo "make test        install into $(VENV) and run the whole CPU test suite"
+	@echo "make test-slow   the tests that take longer: ranks that fail in every phase, many starts"
+	@echo "make check       the quick gate: ruff, import contracts, types; prints lines of code"
+	@echo "make setup       install only"
+	@echo "make format      let ruff format and fix"
+	@echo "make clean       remove $(VENV) and caches"
 
 setup: $(STAMP)
 
@@ -31,7 +32,10 @@ demo: $(STAMP)
 	$(BIN)/rapid-infer generate demo --chat --greedy -p "What is the capital of Japan?"
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m "not slow"
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow
 
 check: $(STAMP)
 	$(BIN)/ruff check .

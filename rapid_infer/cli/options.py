@@ -65,7 +65,8 @@ def _engine(name: str, help: str, *flags: str) -> inspect.Parameter:
 
 
 ENGINE = _table(
-    _engine("tensor_parallel_size", "Ranks the model will run on.", "--tensor-parallel-size", "--tp"),
+    _engine("tensor_parallel_size", "Ranks that share each matrix.", "--tensor-parallel-size", "--tp", "-tp"),
+    _engine("expert_parallel_size", "Groups of ranks that share out experts.", "--expert-parallel-size", "--ep", "-ep"),
     _engine("dtype", "auto (as the checkpoint), bfloat16, float16 or float32."),
     _engine("device", "auto (a GPU if there is one), cpu or cuda."),
     _engine("load_format", "auto, or dummy for random weights."),
@@ -102,7 +103,18 @@ SAMPLING = _table(
 )
 """Of a request; `max_tokens` is each command's own."""
 
-RUN = ("dtype", "device", "load_format", "max_model_len", "model_plugin", "model_impl", "hub", "revision")
+RUN = (
+    "tensor_parallel_size",
+    "expert_parallel_size",
+    "dtype",
+    "device",
+    "load_format",
+    "max_model_len",
+    "model_plugin",
+    "model_impl",
+    "hub",
+    "revision",
+)
 """What a command that runs a model takes of ENGINE."""
 
 

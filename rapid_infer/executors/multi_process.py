@@ -14,6 +14,7 @@ from rapid_infer.engine.executor import ModelInfo
 from rapid_infer.engine.step_plan import RowMasks, StepPlan, StepResult
 from rapid_infer.errors import ConfigError, RapidInferError
 from rapid_infer.executors import rank_messages as messages
+from rapid_infer.executors.external import Launch, gather
 from rapid_infer.executors.rank_group import RankGroup
 from rapid_infer.executors.rank_messages import Allocate, Build, Done, Profile, Profiled, Sample, Step
 from rapid_infer.models.checkpoint import Checkpoint
@@ -26,7 +27,8 @@ def start_ranks(config: EngineConfig) -> RankGroup:
     """As many as the configuration asks for. ConfigError when there are not as many devices."""
     size = config.parallel.tensor_parallel_size
     threads = config.num_threads or max(physical_cores() // size, 1) if config.device == "cpu" else None
-    return RankGroup(size, devices_of(config.device, size), threads)
+    devices, launch = devices_of(config.device, size), Launch.of_environment()
+    return RankGroup(size, devices, threads, () if launch is None else gather(launch, size))
 
 
 def devices_of(device: str, ranks: int) -> Iterable[str]:

@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rapid_infer import errors
 from rapid_infer.errors import EngineDeadError, RapidInferError
 from rapid_infer.executors import rank_messages as messages
+from rapid_infer.executors.external import ExternalRank
 from rapid_infer.executors.rank_messages import Done, Drain, Failed, FromRank, Join, Leave, ToRank
 from rapid_infer.executors.rank_process import PHASES
 from rapid_infer.parallel.bus import Ring, SharedMemory, StatusBoard, wait_until
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MODULE = "rapid_infer.executors.rank_process"
 PLAN_BYTES, RESULT_BYTES = 32 << 20, 8 << 20
 STUCK_SECONDS = float(os.environ.get("RAPID_INFER_RANK_TIMEOUT", "12"))
 """Without any rank getting on, the job is stuck. A rank that is behind and computes on a CPU gets ten times as long."""
@@ -46,11 +48,18 @@ M = TypeVar("M", bound=FromRank)
 class RankGroup:
     """`size` processes that form one process group; a model after another may be run on them.
 
-    `devices`: one for each rank. EngineDeadError, or the typed error that a rank raised, from every call once a rank
-    has failed; all ranks are ended then.
+    `devices`: one for each rank. `external`: ranks 1 and up, where a launcher has started them.
+    EngineDeadError, or the typed error that a rank raised, from every call once a rank has failed; all ranks are ended
+    then.
     """
 
-    def __init__(self, size: int, devices: Iterable[str], threads: int | None = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        devices: Iterable[str],
+        threads: int | None = None,
+        external: Sequence[ExternalRank] = (),
+    ) -> None:
         from rapid_infer.parallel.process_group import host_store
 
         self.size = size
@@ -72,10 +81,10 @@ class RankGroup:
         self.board = StatusBoard(board, size)
         level = logging.getLogger("rapid_infer").getEffectiveLevel()
         env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
-        self.children: list[ChildProcess] = []
+        self.children: list[ChildProcess | ExternalRank] = []
         try:
             for rank, device in enumerate(devices):
-                child = ChildProcess(f"rank {rank}", "rapid_infer.executors.rank_process", env=env)
+                child = external[rank - 1] if rank and external else ChildProcess(f"rank {rank}", _MODULE, env=env)
                 self.children.append(child)
                 join = Join(rank, size, self._store.port, device, level, PLAN_BYTES, RESULT_BYTES)
                 fds = [plans.fd, results.fd, board.fd, collective.fd, self._stacks[rank], *wake]

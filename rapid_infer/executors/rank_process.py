@@ -211,7 +211,8 @@ def _end_with_parent(sock: socket.socket) -> None:
             # Nothing but the end is ever sent this way once a rank runs.
             while sock.recv(1, socket.MSG_PEEK):
                 time.sleep(0.1)
-        os._exit(1)
+        # Under a launcher, how the first process ended is what counts.
+        os._exit(0)
 
     threading.Thread(target=watch, daemon=True, name="parent").start()
 
@@ -226,9 +227,8 @@ def _failure(error: BaseException, rank: Rank | None) -> Failed:
     return Failed(kind, text, trace, phase, step, any(word in f"{type(error).__name__} {text}" for word in lost))
 
 
-def main(fd: int) -> int:
-    """Serve the process at the other end of the socket `fd`; returns the exit code."""
-    sock = take_over(fd)
+def serve(sock: socket.socket) -> int:
+    """Serve the process at the other end of the socket, whose first message says as what; returns the exit code."""
     payload, fds, _, _ = socket.recv_fds(sock, 1 << 16, 256)
     if not payload:
         return 0
@@ -255,4 +255,4 @@ def main(fd: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(serve(take_over(int(sys.argv[1]))))

@@ -125,7 +125,7 @@ def test_plans_and_results_arrive_as_they_were_sent() -> None:
     assert (got.plan.new_rows.settings == settings).all()
     assert got.plan.masks is not None
     assert got.plan.masks.bits.tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert (got.plan.step, got.plan.max_seq_len, got.plan.prompt_scores) == (7, 9, None)
+    assert (got.plan.step, got.plan.max_seq_len, got.plan.prompt_logprobs) == (7, 9, None)
     assert messages.to_rank(messages.encode(Sample(None))) == Sample(None)
     scores = LogprobArrays(arrays(6).reshape(2, 3), np.full((2, 3), -0.5, np.float32), arrays(2))
     result = StepResult(arrays(2)[:, None], np.array([True, False]), scores)
