@@ -37,10 +37,15 @@ def _norm_kernel(
     tl.store(out_ptr + row * size + column, weigh(x, scale, weight, out_ptr.dtype.element_ty), mask=inside)
 
 
+def block_and_warps(size: int) -> tuple[int, int]:
+    """Of a program that has a row: they decide in which order the squares are added."""
+    block = triton.next_power_of_2(size)
+    return block, min(max(block // 512, 1), 16)
+
+
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:
     size = x.shape[-1]
-    block = triton.next_power_of_2(size)
-    warps = min(max(block // 512, 1), 16)
+    block, warps = block_and_warps(size)
     rows = x.numel() // size
     if rows:
         _norm_kernel[(rows,)](
