@@ -94,6 +94,9 @@ def test_calls_of_changing_shapes_with_late_ranks(seed: int) -> None:
     """A rank may be ahead by whatever the protocol allows: it has ended a call that its peers have yet to collect."""
     draw = random.Random(seed)
     ranks = ranks_of(3, 1 << 11)
+    for buffers in ranks:
+        # The counter overflows on the way.
+        buffers.state[0] = (1 << 31) - 4 * (1 << 16)
     calls = [Call.drawn(KINDS, 3, [2, 3, 5, 9], 40, 100 * seed + n, DEVICE) for n in range(16)]
     stages = len(push.STAGES)
     done = [0] * len(ranks)
