@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -22,6 +23,9 @@ from rapid_infer.profiling import span
 from rapid_infer.worker.build import build_model, cache_groups
 from rapid_infer.worker.capacity import check_memory
 
+SHARE_GPUS = "RAPID_INFER_SHARE_GPUS"
+"""Set to 1, more ranks than GPUs share them: slower than one rank, and for tests alone."""
+
 
 def start_ranks(config: EngineConfig) -> RankGroup:
     """As many as the configuration asks for. ConfigError when there are not as many devices."""
@@ -38,6 +42,8 @@ def devices_of(device: str, ranks: int) -> Iterable[str]:
     import torch
 
     found = torch.cuda.device_count()
+    if os.environ.get(SHARE_GPUS) == "1":
+        return [f"cuda:{rank % found}" for rank in range(ranks)]
     if found < ranks:
         raise ConfigError(
             f"tensor_parallel_size={ranks} needs as many GPUs, and this process sees {found}; use {found} or fewer"

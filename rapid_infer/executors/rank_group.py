@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_RANK_ENV = {
+    # Machines may have NVLink multicast turned off or broken; nothing here needs it.
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+}
 _MODULE = "rapid_infer.executors.rank_process"
 PLAN_BYTES, RESULT_BYTES = 32 << 20, 8 << 20
 STUCK_SECONDS = float(os.environ.get("RAPID_INFER_RANK_TIMEOUT", "12"))
@@ -80,7 +86,7 @@ class RankGroup:
         self.results = Ring(results, RESULT_BYTES, 1, wake[size:])
         self.board = StatusBoard(board, size)
         level = logging.getLogger("rapid_infer").getEffectiveLevel()
-        env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+        env = {**_RANK_ENV, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
         self.children: list[ChildProcess | ExternalRank] = []
         try:
             for rank, device in enumerate(devices):

@@ -197,6 +197,7 @@ class Rank:
 
     def _collect(self) -> None:
         result = self.worker.runner.collect(self._pending.popleft())
+        self.comm.check()
         self._mix(result.token_ids.tobytes())
         self.board.collected[self.number] += 1
         if self.number == 0:

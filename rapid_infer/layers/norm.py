@@ -37,4 +37,8 @@ class RMSNorm(nn.Module):
                 f"a norm got {list(x.shape)} to add to a residual stream of {list(residual.shape)}; both must hold the "
                 "same tokens: in a layer with a forward of its own, batch.match_tokens(residual, x) takes those of x"
             )
-        return self._add_norm(reduced(x), residual, self.weight, self.eps)
+        if isinstance(x, PartialSum):
+            if self._add_norm.provider == "triton" and (fused := x.add_rms_norm(residual, self.weight, self.eps)):
+                return fused
+            x = x.reduce()
+        return self._add_norm(x, residual, self.weight, self.eps)

@@ -28,9 +28,33 @@ class Comm(Protocol):
         """`[ranks, *x.shape]`: x of every rank, in order."""
         ...
 
+    def all_reduce_add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """`fused_add_rms_norm(all_reduce(x), residual, ...)` in one kernel, as the Triton operator rounds; None where
+        this provider has none for such tensors, and nothing was done.
+        """
+        ...
+
+    def check(self) -> None:
+        """RuntimeError when a collective of the past has not been what it should; after the device is done with it."""
+        ...
+
+
+class PlainComm:
+    """What a provider without more than sums and gathers has besides."""
+
+    def all_reduce_add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor] | None:
+        return None
+
+    def check(self) -> None:
+        pass
+
 
 @dataclass(frozen=True)
-class EmptyComm:
+class EmptyComm(PlainComm):
     """Moves nothing, and gives tensors of the right shape that mean nothing: for what is counted, compiled or timed on
     one rank alone.
     """

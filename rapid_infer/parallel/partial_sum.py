@@ -35,6 +35,11 @@ class PartialSum:
         """The sum over the ranks, the same bits on each."""
         return self.parallel.all_reduce(self.value)
 
+    def add_rms_norm(self, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
+        """The sum fused with what a norm does next, as the Triton operator rounds; None where it cannot be."""
+        comm = self.parallel.comm
+        return None if comm is None else comm.all_reduce_add_rms_norm(self.value, residual, weight, eps)
+
     def _refuse(self, what: str) -> NoReturn:
         raise PluginError(
             f"{self.layer} was built with defer=True, so with several ranks its result is a sum that is still to be "

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rapid_infer.parallel.comm import PlainComm
+
 TIMEOUT = timedelta(hours=12)
 """Of a collective. Who is stuck is found and ended by the process that started the ranks, which also says why."""
 
@@ -31,7 +33,7 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-class GroupComm:
+class GroupComm(PlainComm):
     """Over the default process group. gloo adds in an order of its own, so that every rank gathers and adds itself."""
 
     def __init__(self, size: int, backend: str, entered: Callable[[], object] = lambda: None) -> None:

@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from rapid_infer.ops.providers.triton.collective.gather import all_gather_kernel
 from rapid_infer.ops.providers.triton.collective.one_shot import all_reduce_add_rms_norm_kernel, all_reduce_kernel
 from rapid_infer.ops.providers.triton.collective.two_shot import two_shot_kernel
 from rapid_infer.ops.providers.triton.launch import options
@@ -163,6 +164,25 @@ def push_all_reduce_add_rms_norm(
             **_flags(buffers, x, stages), BLOCK=block, num_warps=warps,
         )  # fmt: skip
     return out, residual_out
+
+
+def push_all_gather(buffers: PushBuffers, x: Tensor, out: Tensor, stages: Sequence[str] = STAGES) -> Tensor:
+    """`out` `[world_size, *x.shape]` = every rank's x, bit for bit but for words of -2^31 (-0), which arrive as zeros.
+
+    x, out contiguous, of any type whose elements fill words of four bytes. What is larger than a slot goes in several
+    calls. PushRefused where it does not come out in words.
+    """
+    if x.nbytes % 4 or not x.is_contiguous() or not out.is_contiguous():
+        raise PushRefused(f"{x.nbytes} bytes; push gathers contiguous words of four bytes")
+    words, gathered = x.view(-1).view(torch.int32), out.view(buffers.world_size, -1).view(torch.int32)
+    size, piece = words.numel(), buffers.max_bytes // 4
+    for start in range(0, size, piece):
+        some, into = words[start : start + piece], gathered[:, start:]
+        all_gather_kernel[(triton.cdiv(some.numel(), _block(some)),)](
+            *_exchange(buffers, some), some, into, some.numel(), size,
+            **_flags(buffers, some, stages), BLOCK=_block(some), num_warps=WARPS,
+        )  # fmt: skip
+    return out
 
 
 def _all_reduce(buffers: PushBuffers, x: Tensor, out: Tensor, stages: Sequence[str]) -> None:

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from rapid_infer.parallel.bus import CELL, SharedMemory, publish_before
+from rapid_infer.parallel.comm import PlainComm
 
 SLOT_BYTES = 1 << 20
 _EPOCHS = 2
 _SPINS = 50
 
 
-class ShmComm:
+class ShmComm(PlainComm):
     """`entered` is called with each collective, so that others can see who is behind."""
 
     name = "shm"

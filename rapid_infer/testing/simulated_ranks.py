@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from rapid_infer.parallel.comm import PlainComm
 from rapid_infer.parallel.state import ParallelState
 
 T = TypeVar("T")
@@ -24,7 +25,7 @@ class _Exchange:
         self.barrier = threading.Barrier(size, timeout=_WAIT)
 
 
-class ThreadComm:
+class ThreadComm(PlainComm):
     """One thread's side. `sums` counts its reductions."""
 
     name = "threads"

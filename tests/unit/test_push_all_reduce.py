@@ -89,6 +89,24 @@ def test_the_norm_after_the_sum_gives_the_bits_of_its_own_kernel(dtype: torch.dt
 
 
 @pytest.mark.usefixtures("small_programs")
+@pytest.mark.usefixtures("small_programs")
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_gathered_words_are_every_ranks_in_order(world_size: int) -> None:
+    ranks = ranks_of(world_size, 256)
+    for shape, dtype in (((3, 2), torch.int32), ((1, 51), torch.float32), ((1, 6), torch.bfloat16)):
+        count = torch.arange(shape[0] * shape[1], device=DEVICE).view(shape)
+        xs = [(count * (rank - 1) * 37).to(dtype) for rank in range(world_size)]
+        xs[0][0, 0] = -1 if dtype == torch.int32 else torch.nan
+        outs = [torch.empty((world_size, *shape), dtype=dtype, device=DEVICE) for _ in ranks]
+        for stage in push.STAGES:
+            for buffers, x, out in zip(ranks, xs, outs):
+                push.push_all_gather(buffers, x, out, (stage,))
+        bits = torch.stack(xs).view(world_size, -1).view(torch.int32)
+        want = bits.where(bits != -(2**31), torch.zeros_like(bits))
+        assert all(torch.equal(out.view(world_size, -1).view(torch.int32), want) for out in outs)
+        assert at_rest(ranks)
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_calls_of_changing_shapes_with_late_ranks(seed: int) -> None:
     """A rank may be ahead by whatever the protocol allows: it has ended a call that its peers have yet to collect."""
