@@ -9,6 +9,7 @@ from rapid_infer.config import EngineConfig
 from rapid_infer.engine.executor import ModelInfo
 from rapid_infer.engine.step_plan import RowMasks, StepPlan, StepResult
 from rapid_infer.models.checkpoint import Checkpoint
+from rapid_infer.parallel import ParallelState
 from rapid_infer.profiling import span
 from rapid_infer.worker.build import plan_cache
 from rapid_infer.worker.capacity import check_memory, refuses_out_of_memory
@@ -19,7 +20,8 @@ from rapid_infer.worker.worker import Worker
 class InProcessExecutor:
     """Builds and loads the model on construction, see `Worker`. ConfigError when it cannot fit the device.
 
-    `wait_for_kernels` is called before the first step.
+    `wait_for_kernels` is called before the first step. `parallel`: to time one rank of several by itself; its
+    collectives must be empty.
     """
 
     @refuses_out_of_memory
@@ -30,8 +32,9 @@ class InProcessExecutor:
         checkpoint: Checkpoint,
         config: EngineConfig,
         wait_for_kernels: Callable[[], object],
+        parallel: ParallelState | None = None,
     ) -> None:
-        self.worker = worker = Worker(cls, model_config, checkpoint, config)
+        self.worker = worker = Worker(cls, model_config, checkpoint, config, parallel)
         check_memory(cls, checkpoint, config)
         worker.build()
         worker.load()

@@ -252,6 +252,14 @@ def test_bench_offline_throughput(tiny: Path, tmp_path: Path) -> None:
     assert other["metrics"]["best"]["output_tokens"] == found.metrics["best"]["output_tokens"]
 
 
+def test_bench_parallel_times_one_rank_by_itself(tiny: Path) -> None:
+    small = ["--load-format", "dummy", "--device", "cpu", "--threads", "1", "--runs", "1"]
+    done = start("bench_parallel.py", "--model", tiny, *small, "--alone", "1/2", "--workloads", "latency-b1")
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 of 2 by itself: " in done.stdout
+    assert re.search(r"latency-b1: [\d.]+ s, [\d.]+ tok/s, [\d.]+ ms a step", done.stdout)
+
+
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
     done = start("bench_latency.py", "--model", tmp_path / "absent")
     assert done.returncode == 2
