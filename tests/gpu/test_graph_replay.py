@@ -238,7 +238,7 @@ def test_a_recording_that_fails_names_the_graph_and_the_way_out(model):
     kind, message, eager_tokens = json.loads(done.stdout.splitlines()[-1])
     assert eager_tokens == 4
     assert kind == "RuntimeError"
-    assert "CUDA graph for the forward of 4 rows" in message
+    assert "CUDA graph for the forward of 64 tokens" in message
     assert "enforce_eager=True" in message
 
 
