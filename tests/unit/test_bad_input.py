@@ -188,7 +188,7 @@ def test_half_a_merged_projection(model: Path) -> None:
         ({"dtype": "int4"}, ["dtype", "'int4'", "bfloat16"]),
         ({"device": "tpu"}, ["'tpu'", "'cpu'"]),
         ({"max_model_len": 100_000}, ["100000", "512"]),
-        ({"tensor_parallel_size": 2}, ["tensor_parallel_size=2"]),
+        ({"tensor_parallel_size": 3}, ["num_attention_heads=4", "tensor_parallel_size=3", "[1, 2, 4]"]),
         ({"kv_cache_memory_bytes": 1000}, ["KV cache", "max_model_len", "1000"]),
         ({"max_model_len": 512, "kv_cache_memory_bytes": 60_000}, ["max_model_len=512", "33 blocks"]),
         ({"op_priority": {"paged_atention": ["torch"]}}, ["paged_atention", "paged_attention"]),
