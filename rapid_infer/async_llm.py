@@ -268,7 +268,7 @@ class AsyncLLM:
         self._die(ending if error is None or isinstance(error, OSError) else f"{ending}: {error}")
 
     def _deliver(self, message: Outputs) -> None:
-        outputs, stopped = self.outputs.process(messages.unpack_step(message))
+        outputs, stopped = self.outputs.process(message.step)
         if stopped:
             self._tell(Abort(stopped))
         for output in outputs:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator
 from queue import Empty, SimpleQueue
 
-from rapid_infer.config import EngineArgs
 from rapid_infer.engine.core import EngineCore
 from rapid_infer.engine.results import StepOutputs
 from rapid_infer.errors import EngineDeadError, RapidInferError, RequestError
@@ -61,7 +60,7 @@ class EngineServer:
             if self.core.has_unfinished_requests():
                 step = self.core.step()
                 if step != StepOutputs():
-                    self._send(messages.pack_step(step))
+                    self._send(messages.Outputs(step))
 
     def _arrived(self) -> Iterator[ToEngine | Exception]:
         """What has arrived; when nothing has and nothing is left to do, waits for the next message."""
@@ -130,8 +129,7 @@ def start(channel: Channel, message: Start) -> EngineCore | None:
     """Load the model and say so; None, with the front told why, when that fails."""
     try:
         checkpoint = read_checkpoint(message.path)
-        args = EngineArgs.from_kwargs(**message.args)
-        started = start_engine(checkpoint, message.entry, args)
+        started = start_engine(checkpoint, message.entry, message.args)
         payload = messages.Ready(started.info, defaults_of(checkpoint.generation))
     except BaseException as error:
         if not isinstance(error, RapidInferError):

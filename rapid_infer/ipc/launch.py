@@ -25,7 +25,7 @@ class EngineProcess(ChildProcess):
         """ConfigError for options that cannot be sent. Does not wait for the model."""
         level = logging.getLogger("rapid_infer").getEffectiveLevel()
         try:
-            start = messages.encode(Start(str(path), entry, messages.changed_fields(args), level))
+            start = messages.encode(Start(str(path), entry, args, level))
         except ValueError as error:
             raise ConfigError(f"an engine option cannot be used: {error}") from error
         super().__init__("the engine process", "rapid_infer.ipc.engine_process")

@@ -1,9 +1,7 @@
-"""What a front and an engine process say to each other, as msgpack. A step's results are lists, not objects."""
+"""What a front and an engine process say to each other, as msgpack."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -13,24 +11,23 @@ from rapid_infer import errors
 from rapid_infer.cache.prefix import HashExtra
 from rapid_infer.config import EngineArgs
 from rapid_infer.engine.request import Request
-from rapid_infer.engine.results import Finished, StepOutputs, TokenLogprobs
+from rapid_infer.engine.results import StepOutputs
 from rapid_infer.frontend import EngineInfo
-from rapid_infer.outputs import FinishReason
 from rapid_infer.params import SamplingParams
 from rapid_infer.registry import Entry
 
 
 class Start(msgspec.Struct, tag="start"):
-    """The first message: what to load. `args` are the fields of `EngineArgs` that differ from their defaults."""
+    """The first message: what to load."""
 
     path: str
     entry: Entry
-    args: dict[str, Any]
+    args: EngineArgs
     log_level: int
 
 
 class AddRequest(msgspec.Struct, tag="add"):
-    """A `Request`. `params` are the fields of `SamplingParams` that differ from their defaults."""
+    """A `Request`. `params` are the fields of `SamplingParams`."""
 
     request_id: str
     prompt: bytes
@@ -76,32 +73,10 @@ class StartFailed(msgspec.Struct, tag="start_failed"):
     message: str
 
 
-class PackedLogprobs(msgspec.Struct):
-    """Log-probabilities of positions one after the other; `counts` says how many ids and values each one has."""
+class Outputs(msgspec.Struct, tag="outputs"):
+    """What a step gave."""
 
-    counts: list[int] = []
-    ranks: list[int] = []
-    token_ids: list[int] = []
-    values: list[float] = []
-
-
-class Outputs(msgspec.Struct, tag="outputs", omit_defaults=True):
-    """A `StepOutputs`: new tokens, ends, log-probabilities, and starts, each as parallel lists."""
-
-    request_ids: list[str] = []
-    token_ids: list[int] = []
-    ended: list[str] = []
-    reasons: list[FinishReason] = []
-    errors: list[str | None] = []
-    cached: list[int] = []
-    logprob_ids: list[str] = []
-    logprobs: PackedLogprobs | None = None
-    prompt_logprob_ids: list[str] = []
-    prompt_logprob_counts: list[int] = []
-    """How many positions each of `prompt_logprob_ids` has in `prompt_logprobs`."""
-    prompt_logprobs: PackedLogprobs | None = None
-    started: list[str] = []
-    started_cached: list[int] = []
+    step: StepOutputs
 
 
 class RequestRefused(msgspec.Struct, tag="refused"):
@@ -164,22 +139,12 @@ def from_engine(payload: bytes) -> FromEngine:
     return _FROM_ENGINE.decode(payload)
 
 
-def changed_fields(value: EngineArgs | SamplingParams) -> dict[str, Any]:
-    """The fields that differ from what the class gives when they are left out."""
-    changed = {}
-    for field in dataclasses.fields(value):
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        if (mine := getattr(value, field.name)) != default:
-            changed[field.name] = mine
-    return changed
-
-
 def pack_request(request: Request) -> AddRequest:
     """`request` must be new: what the engine keeps in it later does not travel."""
     return AddRequest(
         request.request_id,
         request.prompt_token_ids.tobytes(),
-        changed_fields(request.params),
+        vars(request.params),
         request.stop_token_ids,
         request.limit,
         request.seed,
@@ -202,64 +167,6 @@ def unpack_request(message: AddRequest) -> Request:
         message.cache_salt,
         message.extras,
     )
-
-
-def pack_step(step: StepOutputs) -> Outputs:
-    outputs = Outputs(step.request_ids, step.token_ids)
-    if step.num_cached_tokens:
-        outputs.started = list(step.num_cached_tokens)
-        outputs.started_cached = list(step.num_cached_tokens.values())
-    if step.finished:
-        outputs.ended = [one.request_id for one in step.finished]
-        outputs.reasons = [one.reason for one in step.finished]
-        outputs.errors = [one.error for one in step.finished]
-        outputs.cached = [one.num_cached_tokens for one in step.finished]
-    if step.logprobs:
-        outputs.logprob_ids = list(step.logprobs)
-        outputs.logprobs = _pack_logprobs(step.logprobs.values())
-    if step.prompt_logprobs:
-        outputs.prompt_logprob_ids = list(step.prompt_logprobs)
-        outputs.prompt_logprob_counts = [len(pieces) for pieces in step.prompt_logprobs.values()]
-        outputs.prompt_logprobs = _pack_logprobs(piece for pieces in step.prompt_logprobs.values() for piece in pieces)
-    return outputs
-
-
-def unpack_step(outputs: Outputs) -> StepOutputs:
-    """The inverse of `pack_step`."""
-    ends = zip(outputs.ended, outputs.reasons, outputs.errors, outputs.cached, strict=True)
-    pieces = iter(_unpack_logprobs(outputs.prompt_logprobs))
-    return StepOutputs(
-        outputs.request_ids,
-        outputs.token_ids,
-        [Finished(*end) for end in ends],
-        dict(zip(outputs.logprob_ids, _unpack_logprobs(outputs.logprobs), strict=True)),
-        {
-            name: [next(pieces) for _ in range(count)]
-            for name, count in zip(outputs.prompt_logprob_ids, outputs.prompt_logprob_counts, strict=True)
-        },
-        dict(zip(outputs.started, outputs.started_cached, strict=True)),
-    )
-
-
-def _pack_logprobs(positions: Iterable[TokenLogprobs]) -> PackedLogprobs:
-    packed = PackedLogprobs()
-    for one in positions:
-        packed.counts.append(len(one.token_ids))
-        packed.ranks.append(one.rank)
-        packed.token_ids += one.token_ids
-        packed.values += one.values
-    return packed
-
-
-def _unpack_logprobs(packed: PackedLogprobs | None) -> Sequence[TokenLogprobs]:
-    found: list[TokenLogprobs] = []
-    if packed is not None:
-        start = 0
-        for count, rank in zip(packed.counts, packed.ranks, strict=True):
-            stop = start + count
-            found.append(TokenLogprobs(packed.token_ids[start:stop], packed.values[start:stop], rank))
-            start = stop
-    return found
 
 
 def pack_failure(error: BaseException) -> StartFailed:
