@@ -21,6 +21,9 @@ from rapid_infer.errors import ConfigError, PluginError
 from rapid_infer.known_plugins import KNOWN_PROVIDERS
 from rapid_infer.registry import EntryPointTable, load_target
 
+OpPriority = tuple[tuple[str, tuple[str, ...]], ...]
+"""Per operator, the providers to try, in order."""
+
 REFERENCE = "torch"
 BUILTIN_PROVIDERS = (
     "rapid_infer.ops.providers.cpu",
@@ -281,6 +284,12 @@ def load_providers() -> None:
         if entry.target not in _loaded:
             table.load(entry)
             _loaded.add(entry.target)
+
+
+def known_priority(priority: OpPriority) -> OpPriority:
+    """Without operators and providers that this process has not registered."""
+    known = ((op, OPS[op].providers, names) for op, names in priority if op in OPS)
+    return tuple((op, tuple(name for name in names if name in providers)) for op, providers, names in known)
 
 
 class OpResolver:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +16,8 @@ import msgspec
 
 from rapid_infer.config import EngineArgs, EngineConfig
 from rapid_infer.device import GpuInfo
-from rapid_infer.processes.launch import start_module
+from rapid_infer.processes.channel import Channel, FrameError
+from rapid_infer.processes.launch import ChildProcess
 from rapid_infer.registry import Entry
 from rapid_infer.worker.compile_process import Progress, Start, Target
 from rapid_infer.worker.kernel_cache import KernelList, hash_triton, use_kernel_cache
@@ -35,14 +34,14 @@ Show = Callable[[int, int], None]
 class KernelCompiler:
     """A context manager, to be entered as early as possible: its process begins to import what it needs.
 
-    `aim` when options and GPU are known, `wait` before the first launch. There is no process where no GPU can be or all
+    `aim` when the options are decided, `wait` before the first launch. There is no process where no GPU can be or all
     kernels are there. Nothing here makes a start fail: a kernel that was not compiled beforehand is compiled when it is
     first launched.
     """
 
     def __init__(self, checkpoint: Path, entry: Entry, args: EngineArgs) -> None:
         self._entry, self._checkpoint = entry, checkpoint
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ChildProcess | None = None
         self.kernels: KernelList | None = None
         if args.device.partition(":")[0] in ("auto", "cuda") and _gpu_may_be_here():
             self.kernels = KernelList.of(use_kernel_cache(), checkpoint, entry, args)
@@ -71,8 +70,7 @@ class KernelCompiler:
             return
         if self._process is None:
             self._spawn(self.kernels)
-        if self._process is not None:
-            _send(self._process, _target(config, model_config, gpu))
+        self._send(_target(config, model_config, gpu))
 
     def wait(self, progress: Callable[[], AbstractContextManager[Show]]) -> Progress:
         """Until all kernels are there, at once if they are. Returns how far it came, and the error if there was one."""
@@ -82,8 +80,7 @@ class KernelCompiler:
         began = time.perf_counter()
         try:
             with progress() as show:
-                for word in _words(self._process):
-                    last = word if word.error is None else msgspec.structs.replace(last, error=word.error)
+                for last in _words(self._process):
                     show(last.done, last.total)
         finally:
             self.stop()
@@ -93,7 +90,7 @@ class KernelCompiler:
                 "failed: %s",
                 last.error,
             )
-        took = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in last.seconds.items()) or "failed"
+        took = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in (last.seconds or {}).items()) or "failed"
         waited = time.perf_counter() - began
         logger.info("waited %.1f s for %d kernels to be compiled (%s)", waited, last.total, took)
         return last
@@ -102,68 +99,50 @@ class KernelCompiler:
         """End the process, whatever it does."""
         if self._process is not None:
             process, self._process = self._process, None
-            for pipe in (process.stdin, process.stdout):
-                assert pipe is not None
-                # What the process did not live to take is of no interest.
-                with suppress(OSError):
-                    pipe.close()
-            process.kill()
-            process.wait()
+            process.stop(grace=0)
 
     def _spawn(self, kernels: KernelList) -> None:
-        # Without a GPU to see, nothing imported there can open one, which would take its memory. A session of its own
-        # keeps a terminal's Ctrl-C away.
-        module, env = "rapid_infer.worker.compile_process", {"CUDA_VISIBLE_DEVICES": ""}
-        pipe = subprocess.PIPE
+        # Without a GPU to see, nothing imported there can open one, which would take its memory.
+        env = {"CUDA_VISIBLE_DEVICES": ""}
         try:
-            self._process = start_module(module, env=env, stdin=pipe, stdout=pipe, start_new_session=True)
+            self._process = ChildProcess("the compiling process", "rapid_infer.worker.compile_process", env=env)
         except OSError as error:
             logger.warning("kernels are compiled when they are first launched: no process could be started: %s", error)
-            return
-        start = Start(str(self._checkpoint), self._entry.target, str(kernels.cache), kernels.key)
-        _send(self._process, start)
+        self._send(Start(str(self._checkpoint), self._entry.target, str(kernels.cache), kernels.key))
+
+    def _send(self, message: Start | Target) -> None:
+        """To a process that may have ended; `_words` finds that and says why."""
+        if self._process is not None:
+            with suppress(OSError):
+                Channel(self._process.sock).send(msgspec.json.encode(message))
 
 
 def _target(config: EngineConfig, model_config: Any, gpu: GpuInfo) -> Target:
     kind = type(model_config)
-    try:
+    with suppress(TypeError, ValueError, msgspec.MsgspecError):
         packed = msgspec.json.encode(model_config)
-        whole = msgspec.json.decode(packed, type=kind) == model_config
-    except (TypeError, ValueError, msgspec.MsgspecError):
-        whole = False
-    if not whole:
-        return Target(config, gpu)
-    return Target(config, gpu, f"{kind.__module__}:{kind.__qualname__}", msgspec.Raw(packed))
+        if msgspec.json.decode(packed, type=kind) == model_config:
+            return Target(config, gpu, f"{kind.__module__}:{kind.__qualname__}", msgspec.Raw(packed))
+    return Target(config, gpu)
 
 
-def _send(process: subprocess.Popen[bytes], message: msgspec.Struct) -> None:
-    """To a process that may have ended; `_words` finds that and says why."""
-    assert process.stdin is not None
-    with suppress(OSError):
-        process.stdin.write(msgspec.json.encode(message) + b"\n")
-        process.stdin.flush()
-
-
-def _words(process: subprocess.Popen[bytes]) -> Iterator[Progress]:
-    """What the process says, until it ends."""
-    assert process.stdout is not None
-    rest = b""
-    while True:
-        if not select.select([process.stdout], [], [], SILENCE)[0]:
-            yield Progress(error=f"no kernel in {SILENCE:.0f} s")
-            return
-        piece = os.read(process.stdout.fileno(), 1 << 16)
-        if not piece:
-            break
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            try:
-                yield msgspec.json.decode(line, type=Progress)
-            except msgspec.MsgspecError:
-                yield Progress(error=f"the process said {line[:100]!r}")
+def _words(process: ChildProcess) -> Iterator[Progress]:
+    """What the process says, up to its last word; where it has none, an error says why."""
+    channel, last = Channel(process.sock), Progress()
+    try:
+        while last.error is None and last.seconds is None:
+            if not channel.wait(SILENCE):
+                yield msgspec.structs.replace(last, error=f"no kernel in {SILENCE:.0f} s")
                 return
-    if process.wait() not in (0, 1):
-        yield Progress(error=f"the process ended with exit code {process.returncode}")
+            payload = channel.receive()
+            if payload is None:
+                raise EOFError
+            last = msgspec.json.decode(payload, type=Progress)
+            yield last
+    except (OSError, EOFError):
+        yield msgspec.structs.replace(last, error=process.how_it_ended())
+    except (FrameError, msgspec.MsgspecError) as error:
+        yield msgspec.structs.replace(last, error=f"{process.name} said what is no message: {error}")
 
 
 def _gpu_may_be_here() -> bool:

@@ -24,9 +24,10 @@ from rapid_infer.device import GpuInfo, assume_gpu
 from rapid_infer.engine.step_plan import StepPlan
 from rapid_infer.loader.load import finalize
 from rapid_infer.models.checkpoint import Checkpoint, read_checkpoint
+from rapid_infer.ops.precompile.launches import collect_launches
 from rapid_infer.ops.providers import triton as triton_ops
 from rapid_infer.registry import ModelRegistry
-from rapid_infer.worker import build, kernel_plan
+from rapid_infer.worker import build, dry_run
 from rapid_infer.worker.graph_runner import DECODE, GREEDY, MIXED, GraphRunner
 from rapid_infer.worker.memory import largest_step
 from rapid_infer.worker.program import StepShape
@@ -49,7 +50,8 @@ def described(path: str, **options: Any) -> tuple[Any, Any, Checkpoint, EngineCo
 def planned(path: str, take: Callable[[Any], object] | None = None, **options: Any) -> list[str]:
     cls, model_config, checkpoint, config = described(path, **options)
     found: list[Any] = []
-    kernel_plan.plan_kernels(cls, model_config, checkpoint, config, take or found.append)
+    with collect_launches(take or found.append):
+        dry_run.dry_run(cls, model_config, checkpoint, config)
     return sorted(f"{launch.name} {[type(arg).__name__ for arg in launch.args]} {launch.kwargs}" for launch in found)
 
 
@@ -74,7 +76,7 @@ def steps_of_traffic(path: str) -> list[StepPlan]:
 def missing(path: str) -> list[str]:
     """Kernels of steps without graphs that were not planned."""
     plans = steps_of_traffic(path)
-    run_eager, found = kernel_plan._Steps.run_eager, list[str]()
+    run_eager, found = dry_run._Steps.run_eager, list[str]()
 
     def also_traffic(steps: Any) -> None:
         run_eager(steps)
@@ -82,11 +84,11 @@ def missing(path: str) -> list[str]:
         steps._eager_plans = lambda: plans
         run_eager(steps)
 
-    kernel_plan._Steps.run_eager = also_traffic
+    dry_run._Steps.run_eager = also_traffic
     try:
         planned(path, take=lambda launch: found.append(f"{launch.name} {launch.kwargs}"), **TRAFFIC, enforce_eager=True)
     finally:
-        kernel_plan._Steps.run_eager = run_eager
+        dry_run._Steps.run_eager = run_eager
     return found[found.index("") + 1 :]
 
 
@@ -129,12 +131,12 @@ def in_order(launches: list[str]) -> Iterator[None]:
 def steps(path: str) -> dict[str, dict[str, list[str]]]:
     """Kernels of a decode step and of a mixed one, as recorded and as run eagerly in the same size."""
     cls, model_config, checkpoint, config = described(path)
-    built = build.build_model(cls, checkpoint, config, kernel_plan.META, model_config)
+    built = build.build_model(cls, checkpoint, config, dry_run.META, model_config)
     finalize(built.model)
-    build.allocate_caches(built.model, 64, config.cache.block_size, kernel_plan.META)
-    program = kernel_plan._Steps(built, config).program
+    build.allocate_caches(built.model, 64, config.cache.block_size, dry_run.META)
+    program = dry_run._Steps(built, config).program
     rows, tokens, longest = config.scheduler.max_num_seqs, 32, config.model.max_model_len
-    graphs = GraphRunner(program, kernel_plan._Rehearsal(), max_tokens=tokens, max_model_len=longest)
+    graphs = GraphRunner(program, dry_run._Rehearsal(), max_tokens=tokens, max_model_len=longest)
     mixed = replace(largest_step(rows, tokens, longest), token_lists=None, features=GREEDY, max_context_len=9)
     decode = replace(largest_step(rows, rows, longest), token_lists=None, features=GREEDY)
     decode = replace(decode, tokens=decode.tokens[:0])
@@ -153,13 +155,13 @@ def steps(path: str) -> dict[str, dict[str, list[str]]]:
 
 def main(paths: list[str]) -> dict[str, Any]:
     assume_gpu(GpuInfo("NVIDIA H200", (9, 0), 132))
-    distinct = kernel_plan.distinct_layers
+    distinct = dry_run.distinct_layers
     results: dict[str, Any] = {}
     for path in paths:
         few = planned(path)
-        kernel_plan.distinct_layers = lambda model: contextlib.nullcontext()
+        dry_run.distinct_layers = lambda model: contextlib.nullcontext()
         results[path] = {"few": few, "all": planned(path), "eager": planned(path, enforce_eager=True)}
-        kernel_plan.distinct_layers = distinct
+        dry_run.distinct_layers = distinct
         results[path]["missing"] = missing(path)
         results[path]["steps"] = steps(path)
     results["hashes differ"] = hashes_differ()

@@ -20,9 +20,10 @@ import pytest
 from rapid_infer.config import EngineArgs
 from rapid_infer.device import GpuInfo
 from rapid_infer.errors import ConfigError
+from rapid_infer.ops.precompile.crew import Crew
 from rapid_infer.registry import Entry
 from rapid_infer.worker import compile_process, kernel_compiler
-from rapid_infer.worker.compile_process import Crew, Progress
+from rapid_infer.worker.compile_process import Progress
 from rapid_infer.worker.kernel_cache import VARIABLE, KernelList, use_kernel_cache
 from rapid_infer.worker.kernel_compiler import KernelCompiler
 
@@ -105,12 +106,16 @@ def test_the_cache_is_the_runtimes_own_unless_triton_has_one(tmp_path: Path, mon
 
 
 @pytest.fixture
-def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[IO[str]]:
-    """Who waits at the other end of standard input; it goes when this is closed."""
+def ends() -> Iterator[tuple[IO[str], IO[str]]]:
+    """What can be read from once nobody waits for the jobs, which is when the other one is closed."""
     read, write = os.pipe()
-    with os.fdopen(read) as stdin, os.fdopen(write, "w") as end:
-        monkeypatch.setattr(sys, "stdin", stdin)
-        yield end
+    with os.fdopen(read) as parent, os.fdopen(write, "w") as waiting:
+        yield parent, waiting
+
+
+@pytest.fixture
+def parent(ends: tuple[IO[str], IO[str]]) -> IO[str]:
+    return ends[0]
 
 
 @pytest.mark.parametrize("processes", [1, 3])
@@ -118,7 +123,7 @@ def test_jobs_are_done_and_faults_told(processes: int, parent: IO[str]) -> None:
     def fails() -> str:
         raise ValueError("no such kernel")
 
-    with Crew() as crew:
+    with Crew(parent) as crew:
         crew.start([lambda: "alone"], 1)
         crew.start([lambda n=n: f"kernel {n}" for n in range(5)] + [fails], processes)
         assert sorted(crew.results()) == ["alone", *(f"kernel {n}" for n in range(5))]
@@ -131,7 +136,7 @@ def test_a_process_that_dies_leaves_the_others(parent: IO[str]) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         return ""
 
-    with Crew() as crew:
+    with Crew(parent) as crew:
         crew.start([dies], 1)
         crew.start([lambda: "done"], 1)
         assert list(crew.results()) == ["done"]
@@ -148,35 +153,40 @@ def test_what_failed_is_tried_once_more(parent: IO[str], tmp_path: Path) -> None
     def raises() -> None:
         raise MemoryError
 
-    with Crew() as crew:
+    with Crew(parent) as crew:
         crew.start([partial(fails_once, "one", raises), lambda: "fine"], 1)
         crew.start([partial(fails_once, "two", lambda: os.kill(os.getpid(), signal.SIGKILL))], 1)
         assert sorted(crew.results()) == ["fine", "one", "two"]
     assert not crew.failed
 
 
-def test_processes_end_when_nobody_waits_any_more(parent: IO[str]) -> None:
+def test_processes_end_when_nobody_waits_any_more(ends: tuple[IO[str], IO[str]]) -> None:
+    parent, waiting = ends
+
     def never() -> str:
-        parent.close()
+        waiting.close()
         signal.pause()
         return ""
 
-    with Crew() as crew:
+    with Crew(parent) as crew:
         crew.start([never], 1)
-        parent.close()
+        waiting.close()
         with pytest.raises(EOFError, match="nobody waits"):
             list(crew.results())
     assert all(not Path(f"/proc/{child}").exists() for child in crew._children)
 
 
 class Says:
-    """Stands in for the process: a script that says these words and ends with this code."""
+    """Stands in for the process: a script that takes two messages, says these words and ends with this code."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[Progress], code: int) -> None:
-        lines = [msgspec.json.encode(word).decode() for word in words]
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[bytes], code: int = 0) -> None:
         script = tmp_path / "script"
-        says = f"printf '%s\\n' {' '.join(map(repr, lines))}" if lines else ""
-        script.write_text(f"#!/bin/sh\nread start\nread target\n{says}\nexit {code}\n")
+        script.write_text(
+            f"#!{sys.executable}\nimport socket, sys\nsys.path[:] = {sys.path}\n"
+            "from rapid_infer.processes.channel import Channel\n"
+            "channel = Channel(socket.socket(fileno=int(sys.argv[-1])))\n"
+            f"channel.receive(), channel.receive(), [channel.send(word) for word in {words}]\nsys.exit({code})\n"
+        )
         script.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(script))
         monkeypatch.setattr(kernel_compiler, "_gpu_may_be_here", lambda: True)
@@ -199,8 +209,8 @@ def waited_for(checkpoint: Path) -> tuple[Progress, list[tuple[int, int]]]:
 @pytest.mark.parametrize(
     ("words", "code", "error"),
     [
-        ([Progress(0, 2), Progress(1, 2), Progress(2, 2)], 0, None),
-        ([Progress(0, 2), Progress(1, 2), Progress(error="1 of 2 kernels failed")], 1, "1 of 2"),
+        ([Progress(0, 2), Progress(1, 2), Progress(2, 2), Progress(2, 2, seconds={})], 0, None),
+        ([Progress(0, 2), Progress(1, 2), Progress(error="1 of 2 kernels failed")], 0, "1 of 2"),
         ([Progress(0, 2)], 3, "ended with exit code 3"),
         ([], 7, "ended with exit code 7"),
     ],
@@ -215,7 +225,7 @@ def test_the_engine_starts_whatever_became_of_the_kernels(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    Says(monkeypatch, tmp_path, words, code)
+    Says(monkeypatch, tmp_path, list(map(msgspec.json.encode, words)), code)
     with caplog.at_level(logging.WARNING, logger="rapid_infer"):
         last, seen = waited_for(checkpoint)
     told = [(word.done, word.total) for word in words if word.error is None]
@@ -229,14 +239,21 @@ def test_the_engine_starts_whatever_became_of_the_kernels(
 
 
 @pytest.mark.parametrize(
-    ("script", "error"),
-    [("exit 7", "ended with exit code 7"), ("read start; echo hello; read target", "the process said b'hello'")],
+    ("words", "script", "error"),
+    [([], "#!/bin/sh\nexit 7\n", "ended with exit code 7"), ([b"hello"], None, "is no message: JSON is malformed")],
 )
 def test_a_process_that_cannot_be_talked_to_ends_no_start(
-    script: str, error: str, checkpoint: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: list[bytes],
+    script: str | None,
+    error: str,
+    checkpoint: Path,
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    Says(monkeypatch, tmp_path, [], 0)
-    (tmp_path / "script").write_text(f"#!/bin/sh\n{script}\n")
+    Says(monkeypatch, tmp_path, words)
+    if script is not None:
+        (tmp_path / "script").write_text(script)
     last, _ = waited_for(checkpoint)
     assert error in (last.error or "")
 
@@ -254,7 +271,7 @@ def test_where_no_process_can_be_started_there_is_none(
 def test_a_process_that_says_nothing_is_given_up(
     checkpoint: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Says(monkeypatch, tmp_path, [], 0)
+    Says(monkeypatch, tmp_path, [])
     (tmp_path / "script").write_text("#!/bin/sh\nexec sleep 100\n")
     monkeypatch.setattr(kernel_compiler, "SILENCE", 0.05)
     last, _ = waited_for(checkpoint)
@@ -278,7 +295,7 @@ def test_nothing_of_it_imports_torch() -> None:
 def test_dynamo_is_imported_only_for_what_is_asked_of_it() -> None:
     code = """
 import sys
-from rapid_infer.worker.compile_process import import_dynamo_when_needed
+from rapid_infer.ops.precompile.prepare import import_dynamo_when_needed
 import_dynamo_when_needed()
 import torch
 assert torch.where(torch.empty(2, device="meta") > 0, 1.0, 0.0).shape == (2,)

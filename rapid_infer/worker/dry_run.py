@@ -1,4 +1,4 @@
-"""Which kernels a model's steps launch, from a model without memory that runs every kind of step there can be.
+"""Runs every kind of step that a model can take, without memory: what they launch is what has to be compiled.
 
 The same code as in the engine, on "meta": graphs are recorded by one that only runs them, and eager steps, which come
 in any shape, are run in shapes of every class that kernels distinguish.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,15 +20,13 @@ from rapid_infer.engine.step_plan import PromptLogprobsPlan, StepPlan
 from rapid_infer.layers.stack import distinct_layers
 from rapid_infer.loader.load import finalize
 from rapid_infer.models.checkpoint import Checkpoint
+from rapid_infer.ops.registry import known_priority
 from rapid_infer.worker import build
 from rapid_infer.worker.device_rows import DeviceRows
 from rapid_infer.worker.graph_runner import DECODE, GREEDY, GraphRunner, splits_context
 from rapid_infer.worker.memory import largest_step
 from rapid_infer.worker.model_runner import make_ring
 from rapid_infer.worker.program import PROMPT_LOGPROBS_AT_ONCE, StepProgram, StepShape
-
-if TYPE_CHECKING:
-    from rapid_infer.ops.providers.triton.precompile import Launch
 
 T = TypeVar("T")
 
@@ -54,17 +52,14 @@ class _Rehearsal:
 
 
 @torch.inference_mode()
-def plan_kernels(
-    cls: Any, model_config: Any, checkpoint: Checkpoint, config: EngineConfig, take: Callable[[Launch], object]
-) -> None:
-    """Give every kernel to `take` as soon as it is found. `assume_gpu` has said for which GPU."""
-    from rapid_infer.ops.providers.triton.precompile import collect_launches
-
+def dry_run(cls: Any, model_config: Any, checkpoint: Checkpoint, config: EngineConfig) -> None:
+    """`config` may ask for providers that only the engine's process has: they have no part in it."""
+    config = replace(config, op_priority=known_priority(config.op_priority))
     built = build.build_model(cls, checkpoint, config, META, model_config)
     finalize(built.model)
     build.allocate_caches(built.model, 1024, config.cache.block_size, META)
     steps = _Steps(built, config)
-    with collect_launches(take), distinct_layers(built.model):
+    with distinct_layers(built.model):
         if config.cuda_graphs:
             steps.run_graphs()
         steps.run_eager()
