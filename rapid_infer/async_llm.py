@@ -85,7 +85,6 @@ class AsyncLLM:
         self.inputs = InputProcessor(ready.info, tokenizer)
         self.info = self.inputs.info
         self.outputs = OutputProcessor(tokenizer)
-        self._defaults = ready.defaults
         self._waiting: dict[str, _Waiting] = {}
         self._questions: deque[asyncio.Future[Stats]] = deque()
         self._names = (f"request-{i}" for i in itertools.count())
@@ -159,7 +158,7 @@ class AsyncLLM:
 
     def default_sampling_params(self, **changes: Any) -> SamplingParams:
         """What the model's generation_config.json recommends, with `changes` field by field."""
-        return SamplingParams.from_dict({**self._defaults, **changes})
+        return self.inputs.default_sampling_params(**changes)
 
     @property
     def is_running(self) -> bool:

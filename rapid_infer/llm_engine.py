@@ -17,7 +17,7 @@ from rapid_infer.errors import EngineDeadError
 from rapid_infer.exclusive import Exclusive, exclusive
 from rapid_infer.frontend import InputProcessor, OutputProcessor, Prompt
 from rapid_infer.outputs import CompletionOutput, FinishReason, RequestOutput, RequestOutputKind
-from rapid_infer.params import SamplingParams, defaults_of
+from rapid_infer.params import SamplingParams
 from rapid_infer.profiling import span
 from rapid_infer.startup import locate, start_engine
 
@@ -63,7 +63,7 @@ class LLMEngine(Exclusive):
 
     def default_sampling_params(self, **changes: Any) -> SamplingParams:
         """What the model's generation_config.json recommends, with `changes` field by field."""
-        return SamplingParams.from_dict({**defaults_of(self.checkpoint.generation), **changes})
+        return self.inputs.default_sampling_params(**changes)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, not looked at yet. RequestError when it is text and there is no tokenizer."""

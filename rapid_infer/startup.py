@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from rapid_infer.config import CheckpointInfo, EngineArgs, EngineConfig
+from rapid_infer.device import GpuInfo, gpu_info, probe
 from rapid_infer.engine.core import EngineCore
 from rapid_infer.engine.executor import Executor
 from rapid_infer.errors import ConfigError
 from rapid_infer.frontend import EngineInfo
 from rapid_infer.models.checkpoint import Checkpoint, read_checkpoint
+from rapid_infer.params import defaults_of
 from rapid_infer.profiling import span, traced
 from rapid_infer.registry import Entry, ModelRegistry
 from rapid_infer.text import Tokenizer
@@ -33,6 +35,12 @@ class ConfiguredModel:
     cls: Any
     model_config: Any
     config: EngineConfig
+
+    @property
+    def gpu(self) -> GpuInfo | None:
+        import torch
+
+        return gpu_info(torch.device(self.config.device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +85,6 @@ def locate(model: str | os.PathLike[str], args: EngineArgs) -> tuple[Checkpoint,
 def configure(checkpoint: Checkpoint, entry: Entry, args: EngineArgs) -> ConfiguredModel:
     """Import the plugin, ask the device, and decide every option."""
     with span("startup.imports"):
-        from rapid_infer.device import probe
         from rapid_infer.worker.contract import check_class, read_config
 
         cls = ModelRegistry.load(entry)
@@ -94,17 +101,28 @@ def start_engine(
     checkpoint: Checkpoint, entry: Entry, args: EngineArgs, *, with_tokenizer: bool = False
 ) -> StartedEngine:
     """Load the model; its kernels are compiled meanwhile. ConfigError, PluginError, WeightError."""
-    with KernelCompiler(checkpoint.path, entry, args) as compiler:
-        # Before the weights, which take far longer.
+    with KernelCompiler(checkpoint.path, entry, args) as compiler, _all_kept():
+        model = configure(checkpoint, entry, args)
+        config = model.config
+        for note in config.notes:
+            logger.info("%s", note)
+        compiler.aim(config, model.model_config, model.gpu)
+        # Kernels are compiled by now, and what is wrong with it shows before the weights are read.
         tokenizer = Tokenizer(checkpoint.path) if with_tokenizer else None
-        with _all_kept():
-            model = configure(checkpoint, entry, args)
-            for note in model.config.notes:
-                logger.info("%s", note)
-            _aim(compiler, model)
-            executor = _start_executor(model, checkpoint, entry, partial(compiler.wait, terminal_count))
-            core = EngineCore(model.config, executor)
-    return StartedEngine(core, model.config, _engine_info(core, model.config, checkpoint), tokenizer)
+        wait = partial(compiler.wait, terminal_count)
+        core = EngineCore(config, _start_executor(model, checkpoint, entry, wait))
+    info = EngineInfo(
+        architecture=core.info.architecture,
+        dtype=core.info.dtype,
+        device=config.device,
+        vocab_size=core.info.vocab_size,
+        max_model_len=core.info.max_model_len,
+        stop_token_ids=checkpoint.stop_token_ids,
+        seed=config.model.seed,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        default_sampling_params=defaults_of(checkpoint.generation),
+    )
+    return StartedEngine(core, config, info, tokenizer)
 
 
 def _start_executor(
@@ -124,28 +142,16 @@ def compile_kernels(checkpoint: Checkpoint, entry: Entry, args: EngineArgs) -> W
     """Compile what `start_engine` would, with nothing loaded. ConfigError where there is no GPU to compile for."""
     with KernelCompiler(checkpoint.path, entry, args) as compiler:
         model = configure(checkpoint, entry, args)
-        gpu = _gpu(model.config)
+        gpu = model.gpu
         if gpu is None or compiler.kernels is None:
             raise ConfigError(
                 f"warm-up compiles kernels for a GPU, and this process sees {'none' if gpu is None else 'no Triton'}; "
                 f"run it on a machine with a GPU of the kind that will run the model"
             )
         ready = compiler.kernels.complete(gpu)
-        _aim(compiler, model)
+        compiler.aim(model.config, model.model_config, gpu)
         done = compiler.wait(terminal_count)
     return WarmedUp(gpu.name, compiler.kernels.cache, ready, done.total, done.error)
-
-
-def _aim(compiler: KernelCompiler, model: ConfiguredModel) -> None:
-    compiler.aim(model.config, model.model_config, _gpu(model.config))
-
-
-def _gpu(config: EngineConfig) -> Any:
-    import torch
-
-    from rapid_infer.device import gpu_info
-
-    return gpu_info(torch.device(config.device))
 
 
 @contextmanager
@@ -163,16 +169,3 @@ def _all_kept() -> Iterator[None]:
             gc.enable()
     gc.collect()
     gc.freeze()
-
-
-def _engine_info(core: EngineCore, config: EngineConfig, checkpoint: Checkpoint) -> EngineInfo:
-    return EngineInfo(
-        architecture=core.info.architecture,
-        dtype=core.info.dtype,
-        device=config.device,
-        vocab_size=core.info.vocab_size,
-        max_model_len=core.info.max_model_len,
-        stop_token_ids=checkpoint.stop_token_ids,
-        seed=config.model.seed,
-        enable_prefix_caching=config.cache.enable_prefix_caching,
-    )

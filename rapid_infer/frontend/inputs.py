@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ class EngineInfo:
     """What the front must know of the engine, which may be another process.
 
     `stop_token_ids` are the model's own; the front's are those and its tokenizer's, see `InputProcessor`.
+    `default_sampling_params`: fields of SamplingParams that the model recommends.
     """
 
     architecture: str
@@ -36,6 +37,7 @@ class EngineInfo:
     stop_token_ids: tuple[int, ...]
     seed: int
     enable_prefix_caching: bool
+    default_sampling_params: dict[str, Any] = field(default_factory=dict)
 
 
 class InputProcessor:
@@ -61,6 +63,10 @@ class InputProcessor:
         except RequestError:
             self._arrivals = arrivals
             raise
+
+    def default_sampling_params(self, **changes: Any) -> SamplingParams:
+        """What the model's generation_config.json recommends, with `changes` field by field."""
+        return SamplingParams.from_dict({**self.info.default_sampling_params, **changes})
 
     @staticmethod
     def check_call(request_id: str, output_kind: RequestOutputKind, in_use: Container[str]) -> None:

@@ -21,7 +21,6 @@ from rapid_infer.errors import EngineDeadError, RapidInferError, RequestError
 from rapid_infer.ipc import messages
 from rapid_infer.ipc.messages import Abort, AddRequest, FromEngine, GetStats, ResetPrefixCache, Start, Stop, ToEngine
 from rapid_infer.models.checkpoint import read_checkpoint
-from rapid_infer.params import defaults_of
 from rapid_infer.processes.channel import Channel
 from rapid_infer.processes.launch import take_over
 from rapid_infer.startup import start_engine
@@ -128,15 +127,13 @@ def read_messages(channel: Channel, inbox: Inbox) -> None:
 def start(channel: Channel, message: Start) -> EngineCore | None:
     """Load the model and say so; None, with the front told why, when that fails."""
     try:
-        checkpoint = read_checkpoint(message.path)
-        started = start_engine(checkpoint, message.entry, message.args)
-        payload = messages.Ready(started.info, defaults_of(checkpoint.generation))
+        started = start_engine(read_checkpoint(message.path), message.entry, message.args)
     except BaseException as error:
         if not isinstance(error, RapidInferError):
             logger.exception("the engine did not start")
         _send(channel, messages.pack_failure(error))
         return None
-    _send(channel, payload)
+    _send(channel, messages.Ready(started.info))
     return started.core
 
 

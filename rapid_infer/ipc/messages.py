@@ -60,10 +60,9 @@ class Stop(msgspec.Struct, tag="stop"):
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """The model is loaded. `defaults` are what it recommends for SamplingParams."""
+    """The model is loaded."""
 
     info: EngineInfo
-    defaults: dict[str, Any]
 
 
 class StartFailed(msgspec.Struct, tag="start_failed"):

@@ -141,7 +141,7 @@ def test_the_asyncio_side_hands_on_what_came_before_the_connection_broke() -> No
 
 ENTRY = Entry("Arch", "pkg.mod:Class", "dist", "1.0", "entry point", "/somewhere", ("rapid-infer>=0.1",), None)
 ARGS = EngineArgs(dtype="float32", max_num_seqs=3, op_priority={"paged_attention": ["torch"]})
-INFO = EngineInfo("Arch", "float32", "cpu", 199, 512, (1, 2), 7, True)
+INFO = EngineInfo("Arch", "float32", "cpu", 199, 512, (1, 2), 7, True, {"temperature": 0.6, "top_k": 20})
 MINUS = float("-inf")
 
 
@@ -177,7 +177,7 @@ def test_messages_to_the_engine_arrive_as_sent(message: messages.ToEngine) -> No
 @pytest.mark.parametrize(
     "message",
     [
-        messages.Ready(INFO, {"temperature": 0.6, "top_k": 20}),
+        messages.Ready(INFO),
         messages.StartFailed("WeightError", "missing"),
         messages.Outputs(sample_step()),
         messages.Outputs(StepOutputs()),

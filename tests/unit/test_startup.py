@@ -39,11 +39,13 @@ def test_the_phases_of_a_start(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         noted(monkeypatch, startup.KernelCompiler, name, events)
     for name in PHASES:
         noted(monkeypatch, Worker, name, events)
+    monkeypatch.setattr(startup, "Tokenizer", lambda path: events.append("tokenizer"))
     noted(monkeypatch, ModelRunner, "launch_forward", events)
     args = EngineArgs(device="cpu", dtype="float32", kv_cache_memory_bytes=1_000_000)
-    started = startup.start_engine(*startup.locate(str(path), args), args)
+    started = startup.start_engine(*startup.locate(str(path), args), args, with_tokenizer=True)
     assert events == [
-        *("__enter__", "aim", "build", "load", "wait", "profile", "allocate", "launch_forward", "capture", "__exit__")
+        *("__enter__", "aim", "tokenizer"),
+        *("build", "load", "wait", "profile", "allocate", "launch_forward", "capture", "__exit__"),
     ]
     assert started.tokenizer is None
     assert (started.info.vocab_size, started.info.dtype) == (TINY["vocab_size"], "float32")
