@@ -19,11 +19,11 @@ from common import op_timing
 from common.linear_tasks import TASKS, TOKENS, Task, candidates
 from torch import Tensor
 
-from rapid_infer.ops.lm_head import lm_head
 from rapid_infer.ops.providers.triton.activation import silu_and_mul
 from rapid_infer.ops.providers.triton.linear import linear as provider
 from rapid_infer.ops.providers.triton.linear.choice import choose
 from rapid_infer.ops.providers.triton.linear.config import Config, padded_rows
+from rapid_infer.ops.reference.lm_head import lm_head
 
 EXAMPLES = """\
 What it does: compiles every candidate in parallel processes, then, for each shape and number of tokens, checks it

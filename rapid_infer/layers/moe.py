@@ -15,7 +15,7 @@ from rapid_infer.layers.layout import ExpertAxis, MatrixLayout, cut_expert, whol
 from rapid_infer.layers.matrix import MatrixModule
 from rapid_infer.layers.mlp import GatedMLP
 from rapid_infer.layers.module import LayerModule
-from rapid_infer.ops.route_experts import SCORING
+from rapid_infer.ops.reference.route_experts import SCORING
 from rapid_infer.parallel.partial_sum import PartialSum, share
 
 

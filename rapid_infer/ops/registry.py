@@ -25,6 +25,7 @@ OpPriority = tuple[tuple[str, tuple[str, ...]], ...]
 """Per operator, the providers to try, in order."""
 
 REFERENCE = "torch"
+OPERATORS = "rapid_infer.ops.facade"
 BUILTIN_PROVIDERS = (
     "rapid_infer.ops.providers.cpu",
     "rapid_infer.ops.providers.triton",
@@ -277,7 +278,7 @@ def load_providers() -> None:
 
     Once per process. PluginError for a package that cannot be imported, or is for another rapid-infer.
     """
-    for module in BUILTIN_PROVIDERS:
+    for module in (OPERATORS, *BUILTIN_PROVIDERS):
         import_module(module)
     table = EntryPointTable("rapid_infer.ops", what="operators")
     for entry in table.entries():

@@ -19,7 +19,7 @@ from rapid_infer.layers.parameter import parts_of, placement_of
 from rapid_infer.layers.rope import RopeConfig
 from rapid_infer.ops import OPS, OpResolver
 from rapid_infer.ops.attention_metadata import AttentionMetadata
-from rapid_infer.ops.rope_kv_write import rotate
+from rapid_infer.ops.reference.rope_kv_write import rotate
 from rapid_infer.parallel import ParallelState
 from rapid_infer.testing.op_cases.attention import in_mixed_graph, make_metadata
 from rapid_infer.testing.simulated_ranks import run_ranks

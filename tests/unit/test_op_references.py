@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rapid_infer.ops import fused_add_rms_norm, paged_attention, qk_norm_rope_kv_write, rms_norm, silu_and_mul
 from rapid_infer.ops.attention_params import AttentionParams
-from rapid_infer.ops.rope_kv_write import rotate
+from rapid_infer.ops.reference.rope_kv_write import rotate
 from rapid_infer.testing.op_cases.attention import make_metadata, slots_only
 
 HEADS, KV_HEADS, DIM, SIZE = 4, 2, 8, 4

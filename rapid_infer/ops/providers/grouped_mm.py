@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rapid_infer.ops.registry import OpInfo, register
-from rapid_infer.ops.silu_and_mul import silu_and_mul
+from rapid_infer.ops import OpInfo, register
+from rapid_infer.ops.reference.silu_and_mul import silu_and_mul
 
 ALIGNMENT = 16
 """Bytes that each row of an operand must be a multiple of."""

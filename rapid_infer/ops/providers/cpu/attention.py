@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rapid_infer.cache.slots import slots_of
+from rapid_infer.ops import OpInfo, register
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.attention_params import AttentionParams, lacks
 from rapid_infer.ops.providers.cpu.supports import not_on_cpu
-from rapid_infer.ops.registry import OpInfo, register
 
 
 def _cannot(info: OpInfo) -> Sequence[str]:

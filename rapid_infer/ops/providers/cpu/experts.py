@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rapid_infer.ops import register
 from rapid_infer.ops.providers.cpu.supports import not_on_cpu
-from rapid_infer.ops.registry import register
 
 
 @register("fused_experts", "cpu", priority=10, supports=not_on_cpu)

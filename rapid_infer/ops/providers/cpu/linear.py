@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rapid_infer.ops import OpInfo, register
 from rapid_infer.ops.providers.cpu.supports import not_on_cpu
-from rapid_infer.ops.registry import OpInfo, register
 
 
 def _cannot(info: OpInfo) -> Sequence[str]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rapid_infer.ops import register
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.providers.cpu.attention import attention_plan
 from rapid_infer.ops.providers.cpu.supports import not_on_cpu
-from rapid_infer.ops.registry import register
 
 
 @register("mla_decode", "cpu", priority=10, supports=not_on_cpu)

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rapid_infer.ops import register
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.providers.cpu.supports import not_on_cpu
-from rapid_infer.ops.registry import register
-from rapid_infer.ops.rope_kv_write import qk_norm_rope_kv_write as reference
+from rapid_infer.ops.reference.rope_kv_write import qk_norm_rope_kv_write as reference
 
 FEW_ROWS = 8
 

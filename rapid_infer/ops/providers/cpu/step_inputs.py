@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from rapid_infer.cache.slots import slots_of
+from rapid_infer.ops import register
 from rapid_infer.ops.providers.cpu.supports import not_on_cpu
-from rapid_infer.ops.registry import register
 from rapid_infer.ops.step_inputs import MixedInputs, StepLayout
 
 

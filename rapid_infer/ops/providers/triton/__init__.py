@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from rapid_infer.ops import register_lazy
 from rapid_infer.ops.providers.triton.facts import PRIORITY, cannot_attend, unavailable
-from rapid_infer.ops.registry import register_lazy
 
 _HERE = "rapid_infer.ops.providers.triton"
 

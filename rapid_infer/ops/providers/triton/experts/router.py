@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
 from rapid_infer.ops.providers.triton.linear.linear import chosen, product
-from rapid_infer.ops.router_logits import router_logits as reference
+from rapid_infer.ops.reference.router_logits import router_logits as reference
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:

@@ -10,13 +10,13 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rapid_infer.ops.lm_head import lm_head as lm_head_op
 from rapid_infer.ops.providers.triton.activation import silu_and_mul
 from rapid_infer.ops.providers.triton.facts import INTERPRETED
 from rapid_infer.ops.providers.triton.launch import num_multiprocessors, options
 from rapid_infer.ops.providers.triton.linear.choice import choose
 from rapid_infer.ops.providers.triton.linear.config import PARTIALS, SEMAPHORES, Config, padded_rows
 from rapid_infer.ops.providers.triton.linear.kernels import best_kernel, block_best_kernel, dot_kernel, gemv_kernel
+from rapid_infer.ops.reference.lm_head import lm_head as lm_head_op
 
 LINE_BYTES = 128
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.reference.rms_norm import _normalize
 from rapid_infer.ops.registry import op
-from rapid_infer.ops.rms_norm import _normalize
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rapid_infer.ops.reference.silu_and_mul import silu_and_mul
 from rapid_infer.ops.registry import op
-from rapid_infer.ops.silu_and_mul import silu_and_mul
 
 
 @op(info=("experts", "hidden_size", "intermediate_size"), capturable=False)

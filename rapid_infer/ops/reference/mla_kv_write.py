@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.reference.rms_norm import _normalize
+from rapid_infer.ops.reference.rope_kv_write import rotate
 from rapid_infer.ops.registry import op
-from rapid_infer.ops.rms_norm import _normalize
-from rapid_infer.ops.rope_kv_write import rotate
 
 
 @op(info=("rank", "rope_dim"), mutates=("cache", "query"))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rapid_infer.ops.linear import linear
+from rapid_infer.ops.reference.linear import linear
+from rapid_infer.ops.reference.silu_and_mul import silu_and_mul
 from rapid_infer.ops.registry import op
-from rapid_infer.ops.silu_and_mul import silu_and_mul
 
 
 @op()
