@@ -19,13 +19,15 @@ from rapid_infer.engine.executor import Executor
 from rapid_infer.errors import ConfigError
 from rapid_infer.frontend import EngineInfo
 from rapid_infer.models.checkpoint import Checkpoint, read_checkpoint
+from rapid_infer.ops.precompile.compiler import KernelCompiler, terminal_count
 from rapid_infer.params import defaults_of
 from rapid_infer.profiling import span, traced
 from rapid_infer.registry import Entry, ModelRegistry
 from rapid_infer.text import Tokenizer
-from rapid_infer.worker.kernel_compiler import KernelCompiler, terminal_count
 
 logger = logging.getLogger(__name__)
+
+DRY_RUN = "rapid_infer.worker.dry_run:dry_run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ def start_engine(
     checkpoint: Checkpoint, entry: Entry, args: EngineArgs, *, with_tokenizer: bool = False
 ) -> StartedEngine:
     """Load the model; its kernels are compiled meanwhile. ConfigError, PluginError, WeightError."""
-    with KernelCompiler(checkpoint.path, entry, args) as compiler, _all_kept():
+    with KernelCompiler(checkpoint.path, entry, args, DRY_RUN) as compiler, _all_kept():
         model = configure(checkpoint, entry, args)
         config = model.config
         for note in config.notes:
@@ -140,7 +142,7 @@ def _start_executor(
 
 def compile_kernels(checkpoint: Checkpoint, entry: Entry, args: EngineArgs) -> WarmedUp:
     """Compile what `start_engine` would, with nothing loaded. ConfigError where there is no GPU to compile for."""
-    with KernelCompiler(checkpoint.path, entry, args) as compiler:
+    with KernelCompiler(checkpoint.path, entry, args, DRY_RUN) as compiler:
         model = configure(checkpoint, entry, args)
         gpu = model.gpu
         if gpu is None or compiler.kernels is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,7 +20,7 @@ from rapid_infer.engine.row_fields import SamplingFeatures
 from rapid_infer.engine.step_plan import PromptLogprobsPlan, StepPlan
 from rapid_infer.layers.stack import distinct_layers
 from rapid_infer.loader.load import finalize
-from rapid_infer.models.checkpoint import Checkpoint
+from rapid_infer.models.checkpoint import read_checkpoint
 from rapid_infer.ops.registry import known_priority
 from rapid_infer.worker import build
 from rapid_infer.worker.device_rows import DeviceRows
@@ -52,10 +53,13 @@ class _Rehearsal:
 
 
 @torch.inference_mode()
-def dry_run(cls: Any, model_config: Any, checkpoint: Checkpoint, config: EngineConfig) -> None:
-    """`config` may ask for providers that only the engine's process has: they have no part in it."""
+def dry_run(cls: Any, path: Path, config: EngineConfig, model_config: Any) -> None:
+    """Of the model in `path`; `model_config` as in `build_model`.
+
+    `config` may ask for providers that only the engine's process has: they have no part in it.
+    """
     config = replace(config, op_priority=known_priority(config.op_priority))
-    built = build.build_model(cls, checkpoint, config, META, model_config)
+    built = build.build_model(cls, read_checkpoint(path), config, META, model_config)
     finalize(built.model)
     build.allocate_caches(built.model, 1024, config.cache.block_size, META)
     steps = _Steps(built, config)

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from rapid_infer import LLM
+from rapid_infer.ops.precompile import compiler
 from rapid_infer.testing import TINY, GreedyRun, Oracle, make_checkpoint
-from rapid_infer.worker import kernel_compiler
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_lock import hold
@@ -68,7 +68,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 def _compile_when_launched() -> Iterator[None]:
     """Tests launch few of the kernels that a model may need, so compiling all beforehand would take longer."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel_compiler, "_gpu_may_be_here", lambda: False)
+        patch.setattr(compiler, "_gpu_may_be_here", lambda: False)
         yield
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rapid_infer import LLM
-from rapid_infer.worker.kernel_cache import VARIABLE
+from rapid_infer.ops.precompile.cache import VARIABLE
 
 pytestmark = [
     pytest.mark.gpu,

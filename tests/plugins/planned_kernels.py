@@ -51,7 +51,7 @@ def planned(path: str, take: Callable[[Any], object] | None = None, **options: A
     cls, model_config, checkpoint, config = described(path, **options)
     found: list[Any] = []
     with collect_launches(take or found.append):
-        dry_run.dry_run(cls, model_config, checkpoint, config)
+        dry_run.dry_run(cls, checkpoint.path, config, model_config)
     return sorted(f"{launch.name} {[type(arg).__name__ for arg in launch.args]} {launch.kwargs}" for launch in found)
 
 

@@ -16,10 +16,11 @@ import pytest
 from rapid_infer.config import CheckpointInfo, DeviceInfo, EngineArgs
 from rapid_infer.device import GpuInfo
 from rapid_infer.models.checkpoint import read_checkpoint
+from rapid_infer.ops.precompile import compiler
+from rapid_infer.ops.precompile.cache import VARIABLE
+from rapid_infer.ops.precompile.compiler import KernelCompiler, Show
 from rapid_infer.registry import ModelRegistry
-from rapid_infer.worker import kernel_compiler
-from rapid_infer.worker.kernel_cache import VARIABLE
-from rapid_infer.worker.kernel_compiler import KernelCompiler, Show
+from rapid_infer.startup import DRY_RUN
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 H200 = GpuInfo("NVIDIA H200", (9, 0), 132)
@@ -50,7 +51,7 @@ def test_one_layer_of_each_kind_launches_all_kernels(qwen3, mla) -> None:
 
 @pytest.fixture
 def as_if_a_gpu_were_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_compiler, "_gpu_may_be_here", lambda: True)
+    monkeypatch.setattr(compiler, "_gpu_may_be_here", lambda: True)
     monkeypatch.setenv("RAPID_INFER_CACHE", str(tmp_path))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     # Restored when the test is done, which sets it.
@@ -74,10 +75,10 @@ def test_compiled_once_for_all_starts(qwen3, as_if_a_gpu_were_here, tmp_path: Pa
     def progress() -> Iterator[Show]:
         yield lambda done, total: seen.append((done, total))
 
-    with KernelCompiler(checkpoint.path, entry, args) as compiler:
-        assert compiler.running
-        compiler.aim(config, cls.read_config(checkpoint.hf_config), H200)
-        last = compiler.wait(progress)
+    with KernelCompiler(checkpoint.path, entry, args, DRY_RUN) as compiling:
+        assert compiling.running
+        compiling.aim(config, cls.read_config(checkpoint.hf_config), H200)
+        last = compiling.wait(progress)
     assert last.error is None
     assert seen[0][0] == 0
     assert seen[-1] == (last.total, last.total)
@@ -85,10 +86,10 @@ def test_compiled_once_for_all_starts(qwen3, as_if_a_gpu_were_here, tmp_path: Pa
     kernels = list((tmp_path / "kernels").glob("*/*.cubin"))
     assert len(kernels) == last.total
 
-    with KernelCompiler(checkpoint.path, entry, args) as compiler:
-        assert not compiler.running
-        compiler.aim(config, cls.read_config(checkpoint.hf_config), H200)
-        assert not compiler.running
+    with KernelCompiler(checkpoint.path, entry, args, DRY_RUN) as compiling:
+        assert not compiling.running
+        compiling.aim(config, cls.read_config(checkpoint.hf_config), H200)
+        assert not compiling.running
         # Another GPU needs others.
-        compiler.aim(config, cls.read_config(checkpoint.hf_config), GpuInfo("NVIDIA A100", (8, 0), 108))
-        assert compiler.running
+        compiling.aim(config, cls.read_config(checkpoint.hf_config), GpuInfo("NVIDIA A100", (8, 0), 108))
+        assert compiling.running

@@ -20,12 +20,12 @@ import pytest
 from rapid_infer.config import EngineArgs
 from rapid_infer.device import GpuInfo
 from rapid_infer.errors import ConfigError
+from rapid_infer.ops.precompile import compiler, process
+from rapid_infer.ops.precompile.cache import VARIABLE, KernelList, use_kernel_cache
+from rapid_infer.ops.precompile.compiler import KernelCompiler
 from rapid_infer.ops.precompile.crew import Crew
+from rapid_infer.ops.precompile.process import Progress
 from rapid_infer.registry import Entry
-from rapid_infer.worker import compile_process, kernel_compiler
-from rapid_infer.worker.compile_process import Progress
-from rapid_infer.worker.kernel_cache import VARIABLE, KernelList, use_kernel_cache
-from rapid_infer.worker.kernel_compiler import KernelCompiler
 
 H200, A100 = GpuInfo("NVIDIA H200", (9, 0), 132), GpuInfo("NVIDIA A100", (8, 0), 108)
 ENTRY = Entry("Some", "some.module:Some", "some", "1.0", "entry point")
@@ -189,7 +189,7 @@ class Says:
         )
         script.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(script))
-        monkeypatch.setattr(kernel_compiler, "_gpu_may_be_here", lambda: True)
+        monkeypatch.setattr(compiler, "_gpu_may_be_here", lambda: True)
 
 
 def waited_for(checkpoint: Path) -> tuple[Progress, list[tuple[int, int]]]:
@@ -199,10 +199,10 @@ def waited_for(checkpoint: Path) -> tuple[Progress, list[tuple[int, int]]]:
     def progress() -> Any:
         yield lambda done, total: seen.append((done, total))
 
-    with KernelCompiler(checkpoint, ENTRY, EngineArgs()) as compiler:
-        compiler.aim(None, None, H200)  # type: ignore[arg-type]
-        last = compiler.wait(progress)
-        assert not compiler.running
+    with KernelCompiler(checkpoint, ENTRY, EngineArgs(), "") as compiling:
+        compiling.aim(None, None, H200)  # type: ignore[arg-type]
+        last = compiling.wait(progress)
+        assert not compiling.running
     return last, seen
 
 
@@ -261,7 +261,7 @@ def test_a_process_that_cannot_be_talked_to_ends_no_start(
 def test_where_no_process_can_be_started_there_is_none(
     checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(kernel_compiler, "_gpu_may_be_here", lambda: True)
+    monkeypatch.setattr(compiler, "_gpu_may_be_here", lambda: True)
     monkeypatch.setattr(sys, "executable", str(checkpoint / "no such program"))
     last, _ = waited_for(checkpoint)
     assert last == Progress()
@@ -273,22 +273,22 @@ def test_a_process_that_says_nothing_is_given_up(
 ) -> None:
     Says(monkeypatch, tmp_path, [])
     (tmp_path / "script").write_text("#!/bin/sh\nexec sleep 100\n")
-    monkeypatch.setattr(kernel_compiler, "SILENCE", 0.05)
+    monkeypatch.setattr(compiler, "SILENCE", 0.05)
     last, _ = waited_for(checkpoint)
     assert "no kernel in" in (last.error or "")
 
 
 def test_without_a_gpu_there_is_no_process(checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_compiler, "_gpu_may_be_here", lambda: False)
-    with KernelCompiler(checkpoint, ENTRY, EngineArgs()) as compiler:
-        assert not compiler.running
-    monkeypatch.setattr(kernel_compiler, "_gpu_may_be_here", lambda: True)
-    with KernelCompiler(checkpoint, ENTRY, EngineArgs(device="cpu")) as compiler:
-        assert not compiler.running
+    monkeypatch.setattr(compiler, "_gpu_may_be_here", lambda: False)
+    with KernelCompiler(checkpoint, ENTRY, EngineArgs(), "") as compiling:
+        assert not compiling.running
+    monkeypatch.setattr(compiler, "_gpu_may_be_here", lambda: True)
+    with KernelCompiler(checkpoint, ENTRY, EngineArgs(device="cpu"), "") as compiling:
+        assert not compiling.running
 
 
 def test_nothing_of_it_imports_torch() -> None:
-    for module in (kernel_compiler, compile_process):
+    for module in (compiler, process):
         assert not hasattr(module, "torch")
 
 

@@ -16,11 +16,11 @@ import msgspec
 
 from rapid_infer.config import EngineArgs, EngineConfig
 from rapid_infer.device import GpuInfo
+from rapid_infer.ops.precompile.cache import KernelList, hash_triton, use_kernel_cache
+from rapid_infer.ops.precompile.process import Progress, Start, Target
 from rapid_infer.processes.channel import Channel, FrameError
 from rapid_infer.processes.launch import ChildProcess
 from rapid_infer.registry import Entry
-from rapid_infer.worker.compile_process import Progress, Start, Target
-from rapid_infer.worker.kernel_cache import KernelList, hash_triton, use_kernel_cache
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +39,9 @@ class KernelCompiler:
     first launched.
     """
 
-    def __init__(self, checkpoint: Path, entry: Entry, args: EngineArgs) -> None:
-        self._entry, self._checkpoint = entry, checkpoint
+    def __init__(self, checkpoint: Path, entry: Entry, args: EngineArgs, dry_run: str) -> None:
+        """`dry_run` names a function that launches all kernels, see `Start`."""
+        self._entry, self._checkpoint, self._dry_run = entry, checkpoint, dry_run
         self._process: ChildProcess | None = None
         self.kernels: KernelList | None = None
         if args.device.partition(":")[0] in ("auto", "cuda") and _gpu_may_be_here():
@@ -105,10 +106,11 @@ class KernelCompiler:
         # Without a GPU to see, nothing imported there can open one, which would take its memory.
         env = {"CUDA_VISIBLE_DEVICES": ""}
         try:
-            self._process = ChildProcess("the compiling process", "rapid_infer.worker.compile_process", env=env)
+            self._process = ChildProcess("the compiling process", "rapid_infer.ops.precompile.process", env=env)
         except OSError as error:
             logger.warning("kernels are compiled when they are first launched: no process could be started: %s", error)
-        self._send(Start(str(self._checkpoint), self._entry.target, str(kernels.cache), kernels.key))
+        target = self._entry.target
+        self._send(Start(str(self._checkpoint), target, self._dry_run, str(kernels.cache), kernels.key))
 
     def _send(self, message: Start | Target) -> None:
         """To a process that may have ended; `_words` finds that and says why."""

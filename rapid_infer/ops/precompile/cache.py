@@ -84,7 +84,7 @@ class KernelList:
             hashlib.sha256((checkpoint / "config.json").read_bytes()).hexdigest(),
             [(package.target, package.version) for package in packages], sorted(options.items()),
             [_version(name) for name in ("torch", "triton", "transformers")],
-            [_sources(root) for root in (Path(__file__).parents[1], *folders)],
+            [_sources(root) for root in (Path(__file__).parents[2], *folders)],
         ]  # fmt: skip
         return cls(cache, hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:32])
 

@@ -19,19 +19,23 @@ import msgspec
 from rapid_infer.config import EngineConfig
 from rapid_infer.device import GpuInfo
 from rapid_infer.hub.cache import file_lock
-from rapid_infer.models.checkpoint import read_checkpoint
+from rapid_infer.ops.precompile.cache import KernelList, hash_triton
 from rapid_infer.processes.channel import Channel
 from rapid_infer.processes.launch import take_over
 from rapid_infer.profiling import durations, span
 from rapid_infer.registry import load_target
-from rapid_infer.worker.kernel_cache import KernelList, hash_triton
 
 
 class Start(msgspec.Struct):
-    """The model: its directory and its class, and where its list of kernels goes."""
+    """The model: its directory and its class, and where its list of kernels goes.
+
+    `dry_run`, "module:function", is called with class, directory, engine's configuration and the model's, or None, and
+    launches on "meta" all kernels that the model's steps can launch.
+    """
 
     checkpoint: str
     target: str
+    dry_run: str
     cache: str
     key: str
 
@@ -39,7 +43,7 @@ class Start(msgspec.Struct):
 class Target(msgspec.Struct):
     """What to compile for.
 
-    `model_config`: what the plugin's `read_config` gives, of type `config_type`, "module:Class"; without it the process
+    `model_config`: what the plugin's `read_config` gives, of type `config_type`, "module:Class"; without it the dry run
     reads it itself, for which it must import transformers.
     """
 
@@ -86,11 +90,11 @@ def _compile(channel: Channel, say: Callable[[Progress], object]) -> Progress:
             hashing = hash_triton()
             from rapid_infer.ops.precompile import prepare
             from rapid_infer.ops.precompile.compile import compile_kernels
-            from rapid_infer.worker.dry_run import dry_run
 
+            dry_run: Any = load_target(start.dry_run)
             prepare.import_all()
             hashing.join()
-            cls, checkpoint = load_target(start.target), read_checkpoint(start.checkpoint)
+            cls = load_target(start.target)
         with span("waiting for the configuration"):
             target = msgspec.json.decode(_next(channel), type=Target)
         kernels, total = KernelList(Path(start.cache), start.key), 0
@@ -103,7 +107,7 @@ def _compile(channel: Channel, say: Callable[[Progress], object]) -> Progress:
         with file_lock(kernels.lock):
             # Another process may have done it meanwhile.
             if not kernels.complete(target.gpu):
-                run = partial(dry_run, cls, _model_config(target, cls, checkpoint), checkpoint, target.config)
+                run = partial(dry_run, cls, Path(start.checkpoint), target.config, _model_config(target))
                 kernels.write(target.gpu, compile_kernels(target.gpu, run, channel.sock, show))
     return Progress(total, total, seconds={one.name: one.seconds for one in spans if not one.depth})
 
@@ -115,9 +119,9 @@ def _next(channel: Channel) -> bytes:
     return payload
 
 
-def _model_config(target: Target, cls: Any, checkpoint: Any) -> Any:
+def _model_config(target: Target) -> Any:
     if target.config_type is None:
-        return cls.read_config(checkpoint.hf_config)
+        return None
     return msgspec.json.decode(target.model_config, type=load_target(target.config_type))
 
 
