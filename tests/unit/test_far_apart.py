@@ -109,6 +109,25 @@ def test_elements_may_lie_further_apart_than_32_bits_count(name: str, far_apart:
         torch.testing.assert_close(have, want, atol=5e-3, rtol=5e-3)
 
 
+def test_rows_of_one_token_may_lie_further_apart_than_32_bits_count(far_apart: Callable[[Tensor], Tensor]) -> None:
+    """Of 128 heads of 576 features, 29,127 do. Here a distance has 32 bits, and only a product more."""
+    torch.manual_seed(0)
+    metadata, blocks = make_metadata([40, 7, 64, 33, 20], [1] * 5, 16, "cpu")
+    q = torch.randn(5, 4, 24).half()
+    cache, out = torch.randn(blocks, 16, 24).half(), torch.zeros(2, 5, 4, 16).half()
+    far = far_apart(q)
+    assert far.stride(0) < BEYOND < far.stride(0) * 4
+    OPS["mla_decode"].reference(q, cache, metadata, 0.2, 16, out[0])
+    OPS["mla_decode"].providers["triton"].fn(far, cache, metadata, 0.2, 16, out[1])
+    torch.testing.assert_close(out[1], out[0], atol=5e-3, rtol=5e-3)
+    pages = torch.randn(2, blocks, 16, 2, 24).half()
+    expected, got = (
+        fn(rows, *pages, metadata, AttentionParams(0.2))
+        for fn, rows in ((OPS["paged_attention"].reference, q), (OPS["paged_attention"].providers["triton"].fn, far))
+    )
+    torch.testing.assert_close(got, expected, atol=5e-3, rtol=5e-3)
+
+
 class Launches:
     """In place of a kernel: notes the programs it would have been launched with."""
 

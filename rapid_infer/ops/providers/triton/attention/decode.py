@@ -129,8 +129,8 @@ def _decode_kernel(
     for row in range(first_row, last_row + 1):
         # All that depends on nothing but the row is asked for at once: each wait in turn costs as much as a tile.
         keys = tl.load(seq_lens_ptr + row)
-        table = table_ptr + tl.load(rows_ptr + row) * table_stride
-        q_at = q_ptr + row * q_stride + (head * GROUP + group)[:, None] * q_head_stride
+        table = table_ptr + tl.load(rows_ptr + row).to(tl.int64) * table_stride
+        q_at = q_ptr + tl.cast(row, tl.int64) * q_stride + (head * GROUP + group)[:, None] * q_head_stride
         q = tl.load(q_at + dim[None, :], mask=real, other=0.0)
         begin, end, first_slice, slices = row_part(first_ptr, row, slice, quota, ROW_COST)
         skipped = first_tile(keys, window, TILE, WINDOW)

@@ -67,7 +67,7 @@ def attend_shared(
             exists = nth < tl.load(items_ptr + item * 4 + 1)
             row = tl.load(order_ptr + first + nth, mask=exists, other=0)
             # All its rows have the same blocks here.
-            table = table_ptr + tl.load(rows_ptr + tl.load(order_ptr + first)) * table_stride
+            table = table_ptr + tl.load(rows_ptr + tl.load(order_ptr + first)).to(tl.int64) * table_stride
             q_at = q_ptr + (row * q_stride + (head * GROUP + group) * q_head_stride)[:, None]
             q = tl.load(q_at + dim[None, :], mask=exists[:, None] & (dim < DIM)[None, :], other=0.0)
             acc, top, total = attend(

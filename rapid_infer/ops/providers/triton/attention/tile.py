@@ -170,7 +170,7 @@ def write_row(
     query_head = head * GROUP + group
     out, lse = finish(acc, top, total, sinks_ptr, query_head, exists, SINKS)
     dim = tl.arange(0, DIM_PAD)
-    at = row * (KV_HEADS * GROUP) + query_head
+    at = tl.cast(row, tl.int64) * (KV_HEADS * GROUP) + query_head
     mask = exists[:, None] & (dim < DIM)[None, :]
     tl.store(out_ptr + at[:, None] * DIM + dim[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
     if LSE:

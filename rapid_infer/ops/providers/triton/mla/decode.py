@@ -48,9 +48,11 @@ def _decode_kernel(
     last_row = tl.load(slice_row_ptr + slice + 1)
     for row in range(first_row, last_row + 1):
         keys = tl.load(seq_lens_ptr + row)
-        table = table_ptr + tl.load(rows_ptr + row) * table_stride
-        at = row * q_stride + (block * GROUP + group) * q_head_stride
-        q_latent, q_rope = load_query(q_ptr, at, group < GROUP, RANK, RANK_PAD, ROPE, ROPE_PAD)
+        table = table_ptr + tl.load(rows_ptr + row).to(tl.int64) * table_stride
+        # 29,128 rows of 128 heads have more features than 32 bits count.
+        q_row = q_ptr + tl.cast(row, tl.int64) * q_stride
+        at = (block * GROUP + group) * q_head_stride
+        q_latent, q_rope = load_query(q_row, at, group < GROUP, RANK, RANK_PAD, ROPE, ROPE_PAD)
         begin, end, first_slice, slices = row_part(first_ptr, row, slice, quota, ROW_COST)
         if begin < end:
             acc, top, total = attend_latent(
