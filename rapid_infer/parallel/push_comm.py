@@ -20,6 +20,9 @@ from rapid_infer.parallel.push import (
 MAX_BYTES = 2 << 20
 """Of a message that goes in one call."""
 
+FUSED_RANKS = 2
+"""With more, a kernel for the sum and one for the norm are faster than one for both: docs/performance/h200.md."""
+
 
 class PushComm:
     """`larger` takes what does not fit into a call; without it that goes in pieces."""
@@ -60,6 +63,8 @@ class PushComm:
     def all_reduce_add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:
+        if self._buffers.world_size > FUSED_RANKS:
+            return None
         out, added = torch.empty_like(x), torch.empty_like(residual)
         try:
             found = push_all_reduce_add_rms_norm(self._buffers, x, residual, weight, eps, out, added)
