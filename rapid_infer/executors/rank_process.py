@@ -154,6 +154,11 @@ class Rank:
 
         self.phase = "load"
         config = message.config
+        if config.cuda_graphs and not self.comm.capturable:
+            raise errors.ConfigError(
+                f"collectives over {self.comm.name}, all that these ranks have, cannot be recorded in a CUDA graph; "
+                "set enforce_eager=True"
+            )
         parallel = self.state(self.number, self.ranks, ep_size=config.parallel.expert_parallel_size, comm=self.comm)
         cls: Any = load_target(message.target)
         checkpoint = read_checkpoint(message.path)

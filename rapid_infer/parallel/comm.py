@@ -18,6 +18,11 @@ class Comm(Protocol):
         """Of the provider: "gloo", "shm", ..."""
         ...
 
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can record it."""
+        ...
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks, added in fp32 in the order of the ranks: the same bits on each. x may be overwritten
         and returned.
@@ -43,6 +48,8 @@ class Comm(Protocol):
 
 class PlainComm:
     """What a provider without more than sums and gathers has besides."""
+
+    capturable = True
 
     def all_reduce_add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float

@@ -38,6 +38,8 @@ class GroupComm(PlainComm):
 
     def __init__(self, size: int, backend: str, entered: Callable[[], object] = lambda: None) -> None:
         self.name, self._size, self._entered = backend, size, entered
+        # gloo copies to the host and waits.
+        self.capturable = backend == "nccl"
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self.name == "nccl":

@@ -27,7 +27,7 @@ FUSED_RANKS = 2
 class PushComm:
     """`larger` takes what does not fit into a call; without it that goes in pieces."""
 
-    name = "push"
+    name, capturable = "push", True
 
     def __init__(self, buffers: PushBuffers, larger: Comm | None, entered: Callable[[], object]) -> None:
         self._buffers, self._larger, self._entered = buffers, larger, entered

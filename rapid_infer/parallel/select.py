@@ -15,7 +15,11 @@ logger = logging.getLogger(__name__)
 
 
 def self_test(comm: Comm, rank: int, size: int, device: torch.device) -> str | None:
-    """Why `comm` is not to be used; None when it adds and gathers as it should."""
+    """Why `comm` is not to be used; None when it adds and gathers as it should.
+
+    To the end in any case: the other ranks wait for this one.
+    """
+    reasons = []
     for dtype in (torch.float32, torch.bfloat16):
         mine = (torch.arange(70_000, device=device) % 251 * (rank + 1)).to(dtype).view(7, -1)
         every = [(torch.arange(70_000, device=device) % 251 * (r + 1)).to(dtype).view(7, -1) for r in range(size)]
@@ -24,10 +28,10 @@ def self_test(comm: Comm, rank: int, size: int, device: torch.device) -> str | N
             total = total + one
         gathered = comm.all_gather(mine)
         if not all(torch.equal(a, b) for a, b in zip(gathered, every, strict=True)):
-            return f"it does not gather {dtype} as it should"
+            reasons.append(f"it does not gather {dtype} as it should")
         if not torch.equal(comm.all_reduce(mine.clone()), total.to(dtype)):
-            return f"it does not add {dtype} as it should"
-    return None
+            reasons.append(f"it does not add {dtype} as it should")
+    return "; ".join(reasons) or None
 
 
 def select_comm(candidates: Mapping[str, Callable[[], Comm]], rank: int, size: int, device: torch.device) -> Comm:
