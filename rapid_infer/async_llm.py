@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from rapid_infer.config import EngineArgs
+from rapid_infer.engine.results import StepOutputs
 from rapid_infer.errors import EngineDeadError, RapidInferError, RequestError
 from rapid_infer.exclusive import forked
 from rapid_infer.frontend import InputProcessor, OutputProcessor, Prompt
@@ -245,17 +246,21 @@ class AsyncLLM:
     def message_received(self, payload: bytes) -> None:
         """For the channel."""
         try:
-            message = messages.from_engine(payload)
-            if isinstance(message, Outputs):
-                self._deliver(message)
-            elif isinstance(message, RequestRefused):
-                self._refuse(message)
-            elif isinstance(message, Stats):
-                self._answer(message)
-            elif isinstance(message, Died):
-                self._die(message.message)
-            else:
-                raise TypeError(f"an engine may not send {type(message).__name__} now")
+            match messages.from_engine(payload):
+                case Outputs(step):
+                    self._deliver(step)
+                case RequestRefused(request_id, why):
+                    for waiting in self._waiting.values():
+                        if request_id in waiting.engine_ids:
+                            waiting.fail(RequestError(why))
+                case Stats() as stats:
+                    question = self._questions.popleft()
+                    if not question.done():
+                        question.set_result(stats)
+                case Died(why):
+                    self._die(why)
+                case other:
+                    raise TypeError(f"an engine may not send {type(other).__name__} now")
         except Exception as error:
             logger.exception("a message of the engine could not be used")
             self._die(f"a message of the engine could not be used: {type(error).__name__}: {error}")
@@ -266,22 +271,12 @@ class AsyncLLM:
         ending = self._process.how_it_ended()
         self._die(ending if error is None or isinstance(error, OSError) else f"{ending}: {error}")
 
-    def _deliver(self, message: Outputs) -> None:
-        outputs, stopped = self.outputs.process(message.step)
+    def _deliver(self, step: StepOutputs) -> None:
+        outputs, stopped = self.outputs.process(step)
         if stopped:
             self._tell(Abort(stopped))
         for output in outputs:
             self._waiting[output.request_id].put(output)
-
-    def _refuse(self, message: RequestRefused) -> None:
-        for waiting in self._waiting.values():
-            if message.request_id in waiting.engine_ids:
-                waiting.fail(RequestError(message.error))
-
-    def _answer(self, message: Stats) -> None:
-        question = self._questions.popleft()
-        if not question.done():
-            question.set_result(message)
 
     def _die(self, text: str) -> None:
         """Every call in progress and every later one fails with this; the first text stays."""

@@ -38,9 +38,7 @@ def traced(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(fn: Callable[P, R]) -> Callable[P, R]:
         @wraps(fn)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if _open is None:
-                return fn(*args, **kwargs)
-            with _open(name):
+            with span(name):
                 return fn(*args, **kwargs)
 
         return call

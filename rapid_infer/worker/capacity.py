@@ -5,10 +5,10 @@ Weights are exact. Cache, tables and step are what they take at the least, so th
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,9 +24,6 @@ from rapid_infer.models.checkpoint import Checkpoint
 from rapid_infer.profiling import traced
 from rapid_infer.worker.build import build_model, cache_budget, cache_demand, cache_groups
 from rapid_infer.worker.device_rows import DeviceRows
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -146,23 +143,22 @@ def advice(config: EngineConfig, need: Need, room: Room) -> str:
     return ", ".join([*ways, "a smaller model, or a device with more memory"])
 
 
-def refuses_out_of_memory(start: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """For what starts an engine: running out of memory, for all that was checked, is a ConfigError with advice."""
+@contextmanager
+def _refused_out_of_memory() -> Iterator[None]:
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not _is_out_of_memory(error):
+            raise
+        reason = str(error).splitlines()[0] if str(error) else "no memory left"
+        raise ConfigError(
+            f"out of memory while the engine started ({reason}). Try a lower max_num_batched_tokens, max_num_seqs, "
+            "max_model_len or kv_cache_memory_bytes, a smaller dtype, or ending what else uses the device"
+        ) from error
 
-    @functools.wraps(start)
-    def guarded(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return start(self, *args, **kwargs)
-        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and not _is_out_of_memory(error):
-                raise
-            reason = str(error).splitlines()[0] if str(error) else "no memory left"
-            raise ConfigError(
-                f"out of memory while the engine started ({reason}). Try a lower max_num_batched_tokens, max_num_seqs, "
-                "max_model_len or kv_cache_memory_bytes, a smaller dtype, or ending what else uses the device"
-            ) from error
 
-    return guarded
+refuses_out_of_memory = _refused_out_of_memory()
+"""Decorates what starts an engine: running out of memory, for all that was checked, is a ConfigError with advice."""
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import is_dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import is_dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from rapid_infer.engine.row_fields import SamplingFeatures
-from rapid_infer.engine.step_plan import PromptLogprobsPlan, StepPlan
+from rapid_infer.engine.step_plan import PromptLogprobsPlan
 from rapid_infer.errors import ConfigError, PluginError, RapidInferError
 from rapid_infer.layers.batch import ForwardBatch
 from rapid_infer.layers.decoder import DecoderModel
@@ -20,17 +20,24 @@ from rapid_infer.layers.embedding import LMHead
 from rapid_infer.loader.weight_map import WeightMap
 from rapid_infer.models.checkpoint import Checkpoint
 from rapid_infer.registry import Entry, ModelRegistry, reason
-
-if TYPE_CHECKING:
-    from rapid_infer.worker.model_runner import ModelRunner
+from rapid_infer.worker.memory import largest_step
+from rapid_infer.worker.model_runner import ModelRunner
 
 SIZES = ("vocab_size", "max_position_embeddings")
 """What the engine reads of a config."""
 
-READ_CONFIG = "a static method read_config(hf_config) that returns a frozen dataclass"
 WEIGHT_MAP = "a WeightMap"
-INIT = "__init__(self, config, ctx)"
-FORWARD = "forward(self, batch) that returns hidden states [num_tokens, hidden]"
+CALLS = (
+    ("read_config", 1, nn.Module, "a static method read_config(hf_config) that returns a frozen dataclass"),
+    ("__init__", 3, nn.Module, "__init__(self, config, ctx)"),
+    ("forward", 2, nn.Module, "forward(self, batch) that returns hidden states [num_tokens, hidden]"),
+)
+PARTS = tuple(
+    (name, 4, DecoderModel, f"{name}(self, config, ctx, number) that builds a part of a layer")
+    for name in ("attention", "feed_forward")
+)
+"""What is called: name, how many arguments it takes by position, the base whose own does not count, what is expected.
+PARTS are those of a `DecoderModel` that leaves its layers to it."""
 
 
 def check_class(cls: type, entry: Entry) -> None:
@@ -43,20 +50,15 @@ def _class_faults(cls: type) -> Iterator[str]:
     if not issubclass(cls, nn.Module):
         yield "it is no torch.nn.Module"
         return
-    yield from _call_fault("read_config", getattr(cls, "read_config", None), 1, READ_CONFIG)
+    has_parts = issubclass(cls, DecoderModel) and cls.layer is DecoderModel.layer
+    for name, arguments, base, expected in CALLS + (PARTS if has_parts else ()):
+        own = getattr(cls, name, None)
+        yield from _call_fault(name, None if own is getattr(base, name, None) else own, arguments, expected)
     weight_map = inspect.getattr_static(cls, "weight_map", None)
     if weight_map is None:
         yield f"it has no weight_map, expected {WEIGHT_MAP}"
     elif not isinstance(weight_map, (WeightMap, property)):
         yield f"weight_map is of type {type(weight_map).__name__}, expected {WEIGHT_MAP}"
-    for name, inherited, expected in (("__init__", nn.Module.__init__, INIT), ("forward", nn.Module.forward, FORWARD)):
-        own = getattr(cls, name)
-        yield from _call_fault(name, None if own is inherited else own, 3 if name == "__init__" else 2, expected)
-    if issubclass(cls, DecoderModel) and cls.layer is DecoderModel.layer:
-        for name in ("attention", "feed_forward"):
-            own = getattr(cls, name)
-            expected = f"{name}(self, config, ctx, number) that builds a part of a layer"
-            yield from _call_fault(name, None if own is getattr(DecoderModel, name) else own, 4, expected)
 
 
 def _call_fault(name: str, function: Any, arguments: int, expected: str) -> Iterator[str]:
@@ -138,18 +140,12 @@ def try_forward(runner: ModelRunner, architecture: str) -> None:
     """
     count = min(2, runner.max_model_len, runner.ring.layout.max_tokens)
     none = np.zeros(0, np.int32)
-    plan = StepPlan(
-        step=0,
+    plan = replace(
+        largest_step(1, count, count),
         rows=np.array([runner.device_rows.padding_row], np.int32),
-        query_lens=np.array([count], np.int32),
-        tokens=np.zeros(count, np.int32),
         sampled=none,
-        new_rows=None,
-        new_blocks=(),
         features=SamplingFeatures(),
-        max_query_len=count,
-        max_seq_len=count,
-        num_tokens=count,
+        token_lists=None,
         # So that hidden states of both tokens are asked for.
         prompt_logprobs=PromptLogprobsPlan(none, none, 0),
     )

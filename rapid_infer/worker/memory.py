@@ -79,7 +79,9 @@ def measure(runner: ModelRunner, config: EngineConfig) -> MemoryProfile:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    _run(runner, config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
+    scheduler = config.scheduler
+    plan = largest_step(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, runner.max_model_len)
+    runner.collect(runner.launch(plan))
     step = torch.cuda.max_memory_allocated() - before
     # Mixed steps are recorded up to the largest, in a pool of their own.
     graphs = step + GRAPH_OVERHEAD + _nodes(runner, config) if config.cuda_graphs else 0
@@ -96,10 +98,6 @@ def _nodes(runner: ModelRunner, config: EngineConfig) -> int:
     kinds = 2 if splits_context(runner.model) else 1
     graphs = len(row_buckets(rows)) + kinds * len(token_buckets(tokens))
     return graphs * len(runner.ops.bound) * BYTES_PER_RECORDED_OP
-
-
-def _run(runner: ModelRunner, rows: int, tokens: int) -> None:
-    runner.collect(runner.launch(largest_step(rows, tokens, runner.max_model_len)))
 
 
 def largest_step(rows: int, tokens: int, max_model_len: int) -> StepPlan:

@@ -55,9 +55,9 @@ def test_a_class_that_keeps_the_contract_passes(cls: type) -> None:
             Unfinished,
             [
                 "it has no read_config, expected a static method read_config(hf_config)",
-                "it has no weight_map, expected a WeightMap",
                 "it has no __init__, expected __init__(self, config, ctx)",
                 "it has no forward, expected forward(self, batch)",
+                "it has no weight_map, expected a WeightMap",
             ],
         ),
         (broken(read_config=None), ["it has no read_config"]),
