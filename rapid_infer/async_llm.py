@@ -7,12 +7,13 @@ import contextlib
 import itertools
 import logging
 import weakref
+import zlib
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from os import PathLike
+from os import PathLike, fspath
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from rapid_infer.config import EngineArgs
 from rapid_infer.engine.results import StepOutputs
@@ -20,8 +21,22 @@ from rapid_infer.errors import EngineDeadError, RapidInferError, RequestError
 from rapid_infer.exclusive import forked
 from rapid_infer.frontend import InputProcessor, OutputProcessor, Prompt
 from rapid_infer.ipc import messages
+from rapid_infer.ipc.attached import AttachedEngine
 from rapid_infer.ipc.launch import GRACE, EngineProcess
-from rapid_infer.ipc.messages import Abort, Died, GetStats, Outputs, RequestRefused, ResetPrefixCache, Stats, Stop
+from rapid_infer.ipc.messages import (
+    Abort,
+    Died,
+    GetStats,
+    Outputs,
+    Profiled,
+    Ready,
+    RequestRefused,
+    ResetPrefixCache,
+    StartProfile,
+    Stats,
+    Stop,
+    StopProfile,
+)
 from rapid_infer.outputs import RequestOutput, RequestOutputKind
 from rapid_infer.params import SamplingParams
 from rapid_infer.processes.channel import AsyncChannel, frame
@@ -30,10 +45,12 @@ from rapid_infer.text import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 @dataclass(eq=False)
-class _Waiting:
-    """A `generate()` in progress: what has arrived for it and has not been taken."""
+class Stream:
+    """A request in progress: what has arrived for it and has not been taken."""
 
     request_id: str
     kind: RequestOutputKind
@@ -61,6 +78,13 @@ class _Waiting:
         output = self.arrived.popleft()
         return _snapshot(output) if self.kind is RequestOutputKind.CUMULATIVE else output
 
+    async def take_all(self) -> list[RequestOutput]:
+        """Everything that has arrived, at least one; for a reader that wants to catch up at once."""
+        outputs = [await self.take()]
+        while self.arrived:
+            outputs.append(await self.take())
+        return outputs
+
 
 class AsyncLLM:
     """A loaded model in a process of its own. Takes the same arguments as `LLM`, and starts with the same errors.
@@ -74,7 +98,7 @@ class AsyncLLM:
     def __init__(self, model: str | PathLike[str] = "demo", **kwargs: Any) -> None:
         self.args = EngineArgs.from_kwargs(**kwargs)
         self.checkpoint, entry = locate(model, self.args)
-        self._process = EngineProcess(self.checkpoint.path, entry, self.args)
+        self._process: EngineProcess | AttachedEngine = EngineProcess(self.checkpoint.path, entry, self.args)
         try:
             # The engine loads weights meanwhile.
             tokenizer = None if self.args.skip_tokenizer_init else Tokenizer(self.checkpoint.path)
@@ -82,13 +106,30 @@ class AsyncLLM:
         except BaseException:
             self._process.stop(grace=0)
             raise
+        self._set_up(ready, tokenizer, "")
+
+    @classmethod
+    def attach(cls, process: AttachedEngine, ready: Ready, tokenizer: Tokenizer | None, name: str) -> AsyncLLM:
+        """A further front of an engine that is `ready`; `name` tells its requests from those of the others.
+
+        `shutdown()` leaves the engine alone.
+        """
+        llm = cls.__new__(cls)
+        llm._process = process
+        llm._set_up(ready, tokenizer, name)
+        return llm
+
+    def _set_up(self, ready: Ready, tokenizer: Tokenizer | None, name: str) -> None:
         self.tokenizer = tokenizer
-        self.inputs = InputProcessor(ready.info, tokenizer)
+        # Seeds follow from arrivals, which each front counts for itself.
+        first_arrival = zlib.crc32(name.encode()) << 32 if name else 0
+        self.inputs = InputProcessor(ready.info, tokenizer, first_arrival)
         self.info = self.inputs.info
         self.outputs = OutputProcessor(tokenizer)
-        self._waiting: dict[str, _Waiting] = {}
+        self._waiting: dict[str, Stream] = {}
         self._questions: deque[asyncio.Future[Stats]] = deque()
-        self._names = (f"request-{i}" for i in itertools.count())
+        self._profiles: deque[asyncio.Future[Profiled]] = deque()
+        self._names = (f"{name}request-{i}" for i in itertools.count())
         self._dead: str | None = None
         self._channel = AsyncChannel(self._process.sock, self)
         self._finalizer = weakref.finalize(self, _end, self._channel, self._process, GRACE)
@@ -107,13 +148,26 @@ class AsyncLLM:
         or cancelling the task ends the request in the engine. RequestError for an invalid request or an id in use,
         EngineDeadError.
         """
-        waiting = self._submit(prompt, sampling_params, request_id, output_kind)
-        try:
+        with self.open(prompt, sampling_params, request_id, output_kind=output_kind) as stream:
             while True:
-                output = await waiting.take()
+                output = await stream.take()
                 yield output
                 if output.finished:
                     return
+
+    @contextlib.contextmanager
+    def open(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE,
+    ) -> Iterator[Stream]:
+        """As `generate`, for who takes the outputs himself; leaving the block ends the request in the engine."""
+        waiting = self._submit(prompt, sampling_params, request_id, output_kind)
+        try:
+            yield waiting
         finally:
             self._leave(waiting)
 
@@ -157,9 +211,32 @@ class AsyncLLM:
         self._tell(GetStats())
         return await question
 
+    async def start_profile(self, folder: str | PathLike[str], prefix: str, num_steps: int | None = None) -> str:
+        """Record the engine's steps, at most `num_steps`; returns where the trace will be. RequestError."""
+        return await self._profile(StartProfile(fspath(folder), prefix, num_steps))
+
+    async def stop_profile(self) -> str:
+        """Write the trace; returns its path when it is on disk. RequestError when nothing is recorded."""
+        return await self._profile(StopProfile())
+
+    async def _profile(self, message: StartProfile | StopProfile) -> str:
+        self._check_alive()
+        question: asyncio.Future[Profiled] = asyncio.get_running_loop().create_future()
+        self._profiles.append(question)
+        self._tell(message)
+        answer = await question
+        if answer.error is not None:
+            raise RequestError(answer.error)
+        return answer.path
+
     def default_sampling_params(self, **changes: Any) -> SamplingParams:
         """What the model's generation_config.json recommends, with `changes` field by field."""
         return self.inputs.default_sampling_params(**changes)
+
+    @property
+    def recommended(self) -> Mapping[str, Any]:
+        """What the model's generation_config.json says of `SamplingParams`."""
+        return self.info.default_sampling_params
 
     @property
     def is_running(self) -> bool:
@@ -194,7 +271,7 @@ class AsyncLLM:
 
     def _submit(
         self, prompt: Prompt, params: SamplingParams | None, name: str | None, kind: RequestOutputKind
-    ) -> _Waiting:
+    ) -> Stream:
         self._check_alive()
         params = self.default_sampling_params() if params is None else params
         if name is None:
@@ -207,14 +284,14 @@ class AsyncLLM:
                 frames = [frame(messages.encode(messages.pack_request(request))) for request in requests]
             except ValueError as error:
                 raise RequestError(f"the request cannot be sent to the engine: {error}") from error
-        waiting = _Waiting(name, kind, [request.request_id for request in requests])
+        waiting = Stream(name, kind, [request.request_id for request in requests])
         output = RequestOutput(name, prompt if isinstance(prompt, str) else None, ids, [])
         self.outputs.add(output, params, kind, waiting.engine_ids)
         self._waiting[name] = waiting
         self._channel.send(b"".join(frames))
         return waiting
 
-    def _leave(self, waiting: _Waiting) -> None:
+    def _leave(self, waiting: Stream) -> None:
         """Forget a request, and end it in the engine if it has not ended."""
         del self._waiting[waiting.request_id]
         if names := self.outputs.discard([waiting.request_id]):
@@ -254,9 +331,9 @@ class AsyncLLM:
                         if request_id in waiting.engine_ids:
                             waiting.fail(RequestError(why))
                 case Stats() as stats:
-                    question = self._questions.popleft()
-                    if not question.done():
-                        question.set_result(stats)
+                    _settle(self._questions.popleft(), stats)
+                case Profiled() as profiled:
+                    _settle(self._profiles.popleft(), profiled)
                 case Died(why):
                     self._die(why)
                 case other:
@@ -285,13 +362,20 @@ class AsyncLLM:
         self._dead = text
         for waiting in self._waiting.values():
             waiting.fail(EngineDeadError(text))
-        for question in self._questions:
+        questions: list[asyncio.Future[Any]] = [*self._questions, *self._profiles]
+        for question in questions:
             if not question.done():
                 question.set_exception(EngineDeadError(text))
         self._questions.clear()
+        self._profiles.clear()
 
 
-def _end(channel: AsyncChannel, process: EngineProcess, grace: float) -> None:
+def _settle(question: asyncio.Future[T], answer: T) -> None:
+    if not question.done():
+        question.set_result(answer)
+
+
+def _end(channel: AsyncChannel, process: EngineProcess | AttachedEngine, grace: float) -> None:
     if process.is_ours:
         channel.send(frame(messages.encode(Stop())))
         channel.close()

@@ -13,6 +13,9 @@ import msgspec
 
 _NAMES = {bool: "True or False", int: "an integer", float: "a number", str: "text", NoneType: "None"}
 
+_UNFIT = (msgspec.ValidationError, TypeError, OverflowError)
+"""Of a wrong type, or holding what cannot be sent where any value may be."""
+
 
 def plain(value: Any) -> Any:
     """`value`, and what it holds, with the scalars and arrays of numpy and torch as numbers and lists."""
@@ -55,7 +58,7 @@ def check_fields(options: Any, error: type[Exception]) -> None:
     values = {name: plain(value) for name, value in vars(options).items()}
     try:
         checked = _convert(values, struct)
-    except (msgspec.ValidationError, UnicodeEncodeError):
+    except (*_UNFIT, UnicodeEncodeError):
         for name, kind in kinds.items():
             _check_field(name, values[name], kind, error)
         raise
@@ -71,10 +74,19 @@ def _convert(value: Any, kind: Any) -> Any:
 def _check_field(name: str, value: Any, kind: Any, error: type[Exception]) -> None:
     try:
         _convert(value, kind)
-    except msgspec.ValidationError:
-        raise error(f"{name} must be {_describe(kind)}, got {shortened(value)}") from None
+    except _UNFIT:
+        raise error(_misfit(name, value, kind)) from None
     except UnicodeEncodeError as reason:
         raise error(_no_text(name, reason)) from None
+
+
+def wrong_field(options: Any, name: str, error: type[Exception]) -> Exception:
+    """`error` as of `check_fields`, for a value that no annotation can tell from a right one."""
+    return error(_misfit(name, getattr(options, name), _field_types(options.__class__)[0][name]))
+
+
+def _misfit(name: str, value: object, kind: Any) -> str:
+    return f"{name} must be {_describe(kind)}, got {shortened(value)}"
 
 
 def unknown_field(cls: type, values: Iterable[str]) -> str | None:

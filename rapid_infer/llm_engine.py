@@ -15,7 +15,7 @@ from rapid_infer.engine.request import Request
 from rapid_infer.engine.results import StepOutputs
 from rapid_infer.errors import EngineDeadError
 from rapid_infer.exclusive import Exclusive, exclusive
-from rapid_infer.frontend import InputProcessor, OutputProcessor, Prompt
+from rapid_infer.frontend import Grammars, InputProcessor, OutputProcessor, Prompt
 from rapid_infer.outputs import CompletionOutput, FinishReason, RequestOutput, RequestOutputKind
 from rapid_infer.params import SamplingParams
 from rapid_infer.profiling import span
@@ -56,6 +56,7 @@ class LLMEngine(Exclusive):
         self.executor: Any = self.core.executor
         self.inputs = InputProcessor(started.info, self.tokenizer)
         self.outputs = OutputProcessor(self.tokenizer)
+        self._grammars = Grammars(started.info, lambda: self.tokenizer)
         self._open: dict[str, _Open] = {}
         self._failed: list[RequestOutput] = []
         self._leaving: deque[str] = deque()
@@ -113,7 +114,10 @@ class LLMEngine(Exclusive):
                 self.inputs.check_call(request_id, kind, self._open)
                 params = self.default_sampling_params() if given is None else given
                 output = RequestOutput(request_id, prompt if isinstance(prompt, str) else None, ids, [])
-                made.append((output, params, self.inputs.requests(request_id, ids, params)))
+                requests = self.inputs.requests(request_id, ids, params)
+                for request in requests:
+                    request.mask = self._grammars.mask(request)
+                made.append((output, params, requests))
         self._changing = True
         for output, params, requests in made:
             self._open[output.request_id] = _Open(output, params.n, deliver)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from msgspec import Meta
 
 from rapid_infer.errors import RequestError
-from rapid_infer.fields import check_fields, plain, unknown_field
+from rapid_infer.fields import check_fields, plain, unknown_field, wrong_field
+
+FORMS = ("json", "json_object", "regex", "choice", "grammar")
+"""What `structured_outputs` may hold an output to."""
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing logits by less overflows float32."""
@@ -46,6 +49,7 @@ LogitBias = Annotated[
         description=f"{{token id: number in [-100, 100]}} with at most {MAX_LOGIT_BIAS} entries",
     ),
 ]
+StructuredOutputs = Annotated[Mapping[str, Any], Meta(description=f"a dict with one of the keys ({', '.join(FORMS)})")]
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,8 @@ class SamplingParams:
     skip_special_tokens  leave special tokens out of the text
     logprobs             give the log-probabilities of this many tokens per step, and of the chosen one; at most 20
     prompt_logprobs      the same for the tokens of the prompt; such a request reads no cached prefix
+    structured_outputs   the form that the text must have: one of {"json": schema}, {"json_object": True},
+                         {"regex": text}, {"choice": [texts]} and {"grammar": Lark}; needs llguidance
     """
 
     temperature: Annotated[float, Meta(ge=0, le=MAX_FLOAT, description="a number >= 0")] = 1.0
@@ -94,6 +100,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: NumLogprobs | None = None
     prompt_logprobs: NumLogprobs | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids"):
@@ -102,6 +109,12 @@ class SamplingParams:
         check_fields(self, RequestError)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
+        if self.structured_outputs is not None:
+            if not _is_form(self.structured_outputs):
+                raise wrong_field(self, "structured_outputs", RequestError)
+            for name in ("min_tokens", "allowed_token_ids"):
+                if getattr(self, name):
+                    raise RequestError(f"{name} cannot be used with structured_outputs: both limit the next token")
 
     @property
     def greedy(self) -> bool:
@@ -136,3 +149,18 @@ def _as_tuple(value: Any) -> Any:
         return (value,)
     value = plain(value)
     return tuple(value) if isinstance(value, Iterable) else value
+
+
+def _is_form(value: Mapping[str, Any]) -> bool:
+    if sum(name in value for name in FORMS) != 1:
+        return False
+    choice = value.get("choice", ("",))
+    return (
+        isinstance(value.get("json", {}), Mapping | str)
+        and value.get("json_object", True) is True
+        and all(isinstance(value.get(name, ""), str) for name in ("regex", "grammar"))
+        and isinstance(choice, Sequence)
+        and not isinstance(choice, str)
+        and len(choice) > 0
+        and all(isinstance(one, str) for one in choice)
+    )

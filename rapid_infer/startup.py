@@ -123,6 +123,9 @@ def start_engine(
         seed=config.model.seed,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         default_sampling_params=defaults_of(checkpoint.generation),
+        max_num_seqs=config.scheduler.max_num_seqs,
+        tool_parser=getattr(model.cls, "tool_parser", None),
+        reasoning_parser=getattr(model.cls, "reasoning_parser", None),
     )
     return StartedEngine(core, config, info, tokenizer)
 

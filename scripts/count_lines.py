@@ -16,7 +16,7 @@ NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     *(tokenize.ENCODING, tokenize.ENDMARKER),
 }
-NOT_ENGINE = ("ops", "hub", "cli", "testing")
+NOT_ENGINE = ("ops", "hub", "cli", "server", "testing")
 KERNELS = ROOT / "rapid_infer" / "ops" / "providers" / "triton"
 
 

@@ -6,17 +6,23 @@ A part stands between `<!-- generated: NAME -->` and `<!-- end -->`; NAME is a f
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any, get_type_hints
+
+import msgspec
 
 from rapid_infer import SamplingParams
+from rapid_infer.cli.serve import serve
 from rapid_infer.config import EngineArgs
 from rapid_infer.ops import OPS, load_providers
 from rapid_infer.ops.registry import Provider
 from rapid_infer.registry import ModelRegistry
+from rapid_infer.server.schema import ChatRequest, CompletionRequest
 
 ROOT = Path(__file__).resolve().parent.parent
 PART = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -82,9 +88,34 @@ def remap(architecture: str) -> str:
     return "```\n" + str(ModelRegistry.resolve(architecture).weight_map) + "\n```\n"  # type: ignore[attr-defined]
 
 
+def request_fields(kind: type) -> str:
+    """Of a request over HTTP: what is supported, ignored and refused, from the schema."""
+    hints = get_type_hints(kind, include_extras=True)
+    rows = []
+    for field in msgspec.structs.fields(kind):
+        said = next((meta.description for meta in getattr(hints[field.name], "__metadata__", ())), "")
+        status = next((word for word in ("ignored", "refused") if said.startswith(word)), "supported")
+        meaning = said.removeprefix(status).lstrip(": ")
+        rows.append((f"`{field.name}`", "required" if field.required else status, meaning.replace("|", "\\|")))
+    return table(("field", "", "meaning"), rows)
+
+
+def serve_options() -> str:
+    rows = []
+    for option in inspect.signature(serve).parameters.values():
+        shown: Any = option.annotation.__metadata__[0]
+        name = shown.param_decls[0] if getattr(shown, "param_decls", None) else f"--{option.name.replace('_', '-')}"
+        default = "" if option.default in (None, False) else f"`{option.default}`"
+        rows.append(("`MODEL`" if option.name == "model" else f"`{name}`", default, shown.help))
+    return table(("option", "default", "meaning"), rows)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "engine options": engine_options,
     "sampling params": sampling_params,
+    "chat fields": partial(request_fields, ChatRequest),
+    "completion fields": partial(request_fields, CompletionRequest),
+    "serve options": serve_options,
     "operators": operators,
     "models": models,
     "llama remap": partial(remap, "LlamaForCausalLM"),

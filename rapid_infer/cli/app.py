@@ -16,6 +16,7 @@ from rapid_infer.version import __version__
 COMMANDS: dict[str, str] = {
     "generate": "rapid_infer.cli.generate:generate",
     "chat": "rapid_infer.cli.chat:chat",
+    "serve": "rapid_infer.cli.serve:serve",
     "models": "rapid_infer.cli.models:models",
     "inspect": "rapid_infer.cli.inspect:inspect",
     "download": "rapid_infer.cli.download:download",

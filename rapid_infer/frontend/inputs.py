@@ -26,7 +26,8 @@ class EngineInfo:
     """What the front must know of the engine, which may be another process.
 
     `stop_token_ids` are the model's own; the front's are those and its tokenizer's, see `InputProcessor`.
-    `default_sampling_params`: fields of SamplingParams that the model recommends.
+    `default_sampling_params`: fields of SamplingParams that the model recommends. The parsers are those that the
+    model's class asks for.
     """
 
     architecture: str
@@ -38,18 +39,25 @@ class EngineInfo:
     seed: int
     enable_prefix_caching: bool
     default_sampling_params: dict[str, Any] = field(default_factory=dict)
+    max_num_seqs: int = 256
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+
+
+def possible_stops(info: EngineInfo, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The stop tokens of model and tokenizer that the model can give."""
+    stop = info.stop_token_ids + (() if tokenizer is None else tokenizer.stop_token_ids)
+    # Files and tokenizers name ids that the model cannot give, -1 for none among them.
+    return tuple(token for token in dict.fromkeys(stop) if 0 <= token < info.vocab_size)
 
 
 class InputProcessor:
-    """Tokenizes, validates, and numbers requests in order of arrival."""
+    """Tokenizes, validates, and numbers requests in order of arrival, from `first_arrival` on."""
 
-    def __init__(self, info: EngineInfo, tokenizer: Tokenizer | None) -> None:
-        stop = info.stop_token_ids + (() if tokenizer is None else tokenizer.stop_token_ids)
-        # Files and tokenizers name ids that the model cannot give, -1 for none among them.
-        possible = tuple(token for token in dict.fromkeys(stop) if 0 <= token < info.vocab_size)
-        self.info = replace(info, stop_token_ids=possible)
+    def __init__(self, info: EngineInfo, tokenizer: Tokenizer | None, first_arrival: int = 0) -> None:
+        self.info = replace(info, stop_token_ids=possible_stops(info, tokenizer))
         self.tokenizer = tokenizer
-        self._arrivals = 0
+        self._arrivals = first_arrival
 
     @contextmanager
     def forgetting_refused(self) -> Iterator[None]:

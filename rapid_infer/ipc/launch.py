@@ -21,6 +21,8 @@ GRACE = 5.0
 class EngineProcess(ChildProcess):
     """A child process that loads a model, and this side's end of the socket to it."""
 
+    module = "rapid_infer.ipc.engine_process"
+
     def __init__(self, path: Path, entry: Entry, args: EngineArgs) -> None:
         """ConfigError for options that cannot be sent. Does not wait for the model."""
         level = logging.getLogger("rapid_infer").getEffectiveLevel()
@@ -28,7 +30,7 @@ class EngineProcess(ChildProcess):
             start = messages.encode(Start(str(path), entry, args, level))
         except ValueError as error:
             raise ConfigError(f"an engine option cannot be used: {error}") from error
-        super().__init__("the engine process", "rapid_infer.ipc.engine_process")
+        super().__init__("the engine process", self.module)
         with contextlib.suppress(OSError):
             # A child that is gone already is found by wait_ready.
             Channel(self.sock).send(start)

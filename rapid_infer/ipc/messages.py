@@ -55,6 +55,24 @@ class GetStats(msgspec.Struct, tag="get_stats"):
     """Answered by one `Stats`, in order, between two steps."""
 
 
+class StartProfile(msgspec.Struct, tag="start_profile"):
+    """Record steps, at most `num_steps`, for a trace in `folder`. Answered by one `Profiled`."""
+
+    folder: str
+    prefix: str
+    num_steps: int | None
+
+
+class StopProfile(msgspec.Struct, tag="stop_profile"):
+    """Answered by one `Profiled`, when the trace is on disk."""
+
+
+class Listen(msgspec.Struct, tag="listen"):
+    """Let further fronts connect to this Unix socket. Not answered."""
+
+    path: str
+
+
 class Stop(msgspec.Struct, tag="stop"):
     """End the process; requests that run get no more output."""
 
@@ -96,14 +114,21 @@ class Stats(msgspec.Struct, tag="stats"):
     late_graph_seconds: float = 0.0
 
 
+class Profiled(msgspec.Struct, tag="profiled"):
+    """Where the trace is or will be; or why not."""
+
+    path: str
+    error: str | None = None
+
+
 class Died(msgspec.Struct, tag="died"):
     """The last message of an engine that cannot go on."""
 
     message: str
 
 
-ToEngine = Start | AddRequest | Abort | ResetPrefixCache | GetStats | Stop
-FromEngine = Ready | StartFailed | Outputs | RequestRefused | Stats | Died
+ToEngine = Start | AddRequest | Abort | ResetPrefixCache | GetStats | StartProfile | StopProfile | Listen | Stop
+FromEngine = Ready | StartFailed | Outputs | RequestRefused | Stats | Profiled | Died
 
 _TO_ENGINE = msgspec.msgpack.Decoder(ToEngine)
 _FROM_ENGINE = msgspec.msgpack.Decoder(FromEngine)

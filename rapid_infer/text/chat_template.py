@@ -62,6 +62,19 @@ def render(
         raise RequestError(f"the chat template refused the messages: {type(error).__name__}: {error}") from error
 
 
+def template_text(tokenizer: Any) -> str:
+    """The chat template that a conversation with tools would get; empty where there is none."""
+    return tokenizer.get_chat_template(None, [{}]) if tokenizer.chat_template else ""
+
+
+def template_names(tokenizer: Any) -> frozenset[str]:
+    """What that template reads beside the messages. RequestError for one that cannot be read."""
+    try:
+        return _variables(template_text(tokenizer))
+    except Exception as error:
+        raise RequestError(f"the chat template cannot be read: {type(error).__name__}: {error}") from error
+
+
 def _check_messages(messages: object) -> None:
     expected = 'expected a list such as [{"role": "user", "content": "..."}]'
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):

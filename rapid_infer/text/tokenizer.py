@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from rapid_infer.errors import ConfigError, RequestError
 from rapid_infer.fields import check_text
 from rapid_infer.models.checkpoint import read_checkpoint
 from rapid_infer.params import SamplingParams
-from rapid_infer.text.chat_template import render
+from rapid_infer.text.chat_template import render, template_names, template_text
 from rapid_infer.text.detokenizer import Detokenizer, adds_the_same_everywhere
+from rapid_infer.text.grammar import GrammarCompiler, is_tag
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -91,7 +93,24 @@ class Tokenizer:
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Ids of a conversation through the model's chat template; `options` are those of `LLM.encode_chat`."""
-        return self._ids([render(self._tokenizer, messages, **options)], add_special_tokens=False)[0]
+        return self.encode_rendered(self.render_chat(messages, **options))
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The text that `encode_chat` encodes."""
+        return render(self._tokenizer, messages, **options)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Ids of a text that brings all its special tokens along."""
+        return self._ids([text], add_special_tokens=False)[0]
+
+    def template_names(self) -> frozenset[str]:
+        """What the chat template reads beside the messages; none without a template. RequestError if it is broken."""
+        return template_names(self._tokenizer)
+
+    @property
+    def chat_template(self) -> str:
+        """Empty without one; of several, the one for tools."""
+        return template_text(self._tokenizer)
 
     def _ids(self, texts: Sequence[str], **options: Any) -> list[list[int]]:
         try:
@@ -117,12 +136,19 @@ class Tokenizer:
         """Stop strings that are special tokens, by id: where those are left out, no text ever has them."""
         if not params.skip_special_tokens:
             return {}
-        return {self._special[text]: text for text in params.stop if text in self._special}
+        return {self.special_tokens[text]: text for text in params.stop if text in self.special_tokens}
 
     @cached_property
-    def _special(self) -> dict[str, int]:
+    def special_tokens(self) -> dict[str, int]:
+        """Text -> id of the tokens that `skip_special_tokens` leaves out."""
         added = self._backend.get_added_tokens_decoder()
         return {token.content: i for i, token in added.items() if token.special}
+
+    @cached_property
+    def tag_tokens(self) -> dict[str, int]:
+        """Text -> id of the tokens that a grammar must name by id."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: i for i, token in added.items() if is_tag(token.content, token.special)}
 
     @cached_property
     def _word(self) -> tuple[str, list[int]]:
@@ -134,6 +160,13 @@ class Tokenizer:
     def _texts(self) -> dict[bool, dict[int, str]] | None:
         """For `Detokenizer`, by whether special tokens are left out."""
         return {True: {}, False: {}} if adds_the_same_everywhere(self._backend) else None
+
+    def grammars(self, vocab_size: int, stop_token_ids: Sequence[int]) -> GrammarCompiler:
+        """RequestError without llguidance, and for a tokenizer that it cannot use. Takes about a second."""
+        backend = copy(self._backend)
+        backend.no_padding()
+        backend.no_truncation()
+        return GrammarCompiler(backend.to_str(), vocab_size, stop_token_ids)
 
     @property
     def _backend(self) -> Any:

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server over `AsyncLLM`: HTTP, JSON and parsers. Knows no torch."""
