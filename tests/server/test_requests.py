@@ -220,6 +220,7 @@ BODIES: dict[str, bytes] = {
     "not a number": b'{"prompt": "a", "temperature": NaN}',
     "huge number": b'{"prompt": "a", "max_tokens": 1' + b"0" * 400 + b"}",
     "deep": b'{"prompt": "a", "user": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "deep schema": b'{"prompt": "a", "guided_json": ' + b'{"not": ' * 900 + b"{}" + b"}" * 901,
 }
 
 
