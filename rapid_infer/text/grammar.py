@@ -33,7 +33,11 @@ class GrammarCompiler:
             ) from error
         self._library = llguidance
         self._vocab_size = vocab_size
-        stops = list(stop_token_ids) or None
+        stops = list(stop_token_ids)
+        if not stops:
+            raise RequestError(
+                "structured_outputs needs a token that ends the text, and neither model nor tokenizer names one"
+            )
         tokenizer = _without_tags(tokenizer)
         try:
             self._tokenizer = llguidance.LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=stops)

@@ -44,6 +44,12 @@ def test_offline(checkpoint: Path) -> None:
         tokenless.generate([1], params)
 
 
+def test_a_model_whose_answers_nothing_ends_is_refused(tokenizer: Tokenizer) -> None:
+    """Past the end of its form there would be nothing that it may say."""
+    with pytest.raises(RequestError, match="needs a token that ends the text"):
+        tokenizer.grammars(VOCAB, ())
+
+
 @pytest.mark.parametrize(
     "value",
     [{}, {"regex": 1}, {"json": {}, "regex": "a"}, {"choice": []}, {"choice": "ab"}, {"json_object": False}, "x"]
