@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rapid_infer.cache.pools import shared_pools
@@ -35,7 +35,7 @@ def start_ranks(config: EngineConfig) -> RankGroup:
     return RankGroup(size, devices, threads, () if launch is None else gather(launch, size))
 
 
-def devices_of(device: str, ranks: int) -> Iterable[str]:
+def devices_of(device: str, ranks: int) -> Sequence[str]:
     """One for each rank."""
     if device != "cuda":
         return [device] * ranks

@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -35,7 +35,6 @@ _RANK_ENV = {
     # Machines may have NVLink multicast turned off or broken; nothing here needs it.
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
 }
 _MODULE = "rapid_infer.executors.rank_process"
 PLAN_BYTES, RESULT_BYTES = 32 << 20, 8 << 20
@@ -62,7 +61,7 @@ class RankGroup:
     def __init__(
         self,
         size: int,
-        devices: Iterable[str],
+        devices: Sequence[str],
         threads: int | None = None,
         external: Sequence[ExternalRank] = (),
     ) -> None:
@@ -86,7 +85,12 @@ class RankGroup:
         self.results = Ring(results, RESULT_BYTES, 1, wake[size:])
         self.board = StatusBoard(board, size)
         level = logging.getLogger("rapid_infer").getEffectiveLevel()
-        env = {**_RANK_ENV, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
+        env = dict(_RANK_ENV)
+        if threads:
+            env["OMP_NUM_THREADS"] = str(threads)
+        if len(set(devices)) < size:
+            # Two ranks that were put on one GPU by mistake are to be refused.
+            env["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         self.children: list[ChildProcess | ExternalRank] = []
         try:
             for rank, device in enumerate(devices):
@@ -127,16 +131,20 @@ class RankGroup:
 
     def result(self) -> bytes:
         """The oldest result that has not been read; waits for it."""
+        self._wait_until(lambda: self.results.has_message(0), lambda seconds: self.results.block(0, seconds))
+        payload = self.results.read(0)
+        assert payload is not None
+        return payload
+
+    def _wait_until(self, ready: Callable[[], bool], block: Callable[[float], object]) -> None:
+        """Raises when a rank fails meanwhile, or none gets on."""
         stuck = _Stuck(self)
 
         def check() -> None:
             self.check()
             stuck.check()
 
-        wait_until(lambda: self.results.has_message(0), lambda seconds: self.results.block(0, seconds), check)
-        payload = self.results.read(0)
-        assert payload is not None
-        return payload
+        wait_until(ready, block, check)
 
     def drain(self) -> None:
         """Wait until all steps are done, and drop the results that nobody has read."""
@@ -149,7 +157,7 @@ class RankGroup:
 
     def check_agreement(self) -> None:
         """EngineDeadError when ranks have chosen different tokens, which nothing should ever make them do."""
-        wait_until(lambda: len(set(self.board.collected.tolist())) == 1, time.sleep, self.check)
+        self._wait_until(lambda: len(set(self.board.collected.tolist())) == 1, time.sleep)
         sums = self.board.tokens.tolist()
         if len(set(sums)) > 1:
             self._fail(EngineDeadError(f"ranks have chosen different tokens: checksums {sums}"))

@@ -42,8 +42,6 @@ from rapid_infer.parallel.bus import Ring, SharedMemory, StatusBoard, wait_until
 from rapid_infer.processes.channel import Channel
 from rapid_infer.processes.launch import take_over
 
-logger = logging.getLogger(__name__)
-
 CHECK_HIDDEN = "RAPID_INFER_CHECK_HIDDEN"
 """Set to 1, eager steps mix the hidden states into the checksum by which ranks are compared too."""
 
@@ -56,7 +54,7 @@ class Rank:
     def __init__(self, join: Join, fds: list[int], channel: Channel) -> None:
         import torch
 
-        from rapid_infer.parallel import ParallelState, process_group
+        from rapid_infer.parallel import process_group
         from rapid_infer.parallel.providers import candidates
         from rapid_infer.parallel.select import select_comm
 
@@ -74,7 +72,6 @@ class Rank:
         process_group.join("127.0.0.1", join.port, join.rank, join.ranks, self.device)
         offered = candidates(self.device, join.rank, join.ranks, collective, self._entered)
         self.comm = select_comm(offered, join.rank, join.ranks, self.device)
-        self.state = ParallelState
         self.worker: Any = None
         self._pending: deque[Any] = deque()
         self._half: Any = None
@@ -149,6 +146,7 @@ class Rank:
 
     def _build(self, message: Build) -> None:
         from rapid_infer.models.checkpoint import read_checkpoint
+        from rapid_infer.parallel import ParallelState
         from rapid_infer.registry import load_target
         from rapid_infer.worker.worker import Worker
 
@@ -159,7 +157,7 @@ class Rank:
                 f"collectives over {self.comm.name}, all that these ranks have, cannot be recorded in a CUDA graph; "
                 "set enforce_eager=True"
             )
-        parallel = self.state(self.number, self.ranks, ep_size=config.parallel.expert_parallel_size, comm=self.comm)
+        parallel = ParallelState(self.number, self.ranks, ep_size=config.parallel.expert_parallel_size, comm=self.comm)
         cls: Any = load_target(message.target)
         checkpoint = read_checkpoint(message.path)
         self.worker = Worker(cls, cls.read_config(checkpoint.hf_config), checkpoint, config, parallel, self.device)

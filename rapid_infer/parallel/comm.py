@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -24,8 +26,8 @@ class Comm(Protocol):
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over the ranks, added in fp32 in the order of the ranks: the same bits on each. x may be overwritten
-        and returned.
+        """The sum over the ranks, the same bits on each: added in fp32 in their order, but by NCCL in an order and a
+        precision of its own. x may be overwritten and returned.
         """
         ...
 
@@ -44,6 +46,15 @@ class Comm(Protocol):
     def check(self) -> None:
         """RuntimeError when a collective of the past has not been what it should; after the device is done with it."""
         ...
+
+
+def ordered_sum(parts: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
+    """What the ranks gave, added in fp32 in their order and rounded once."""
+    first, *others = parts
+    total = first.float()
+    for other in others:
+        total = total + other
+    return total.to(dtype)
 
 
 class PlainComm:

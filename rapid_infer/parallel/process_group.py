@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rapid_infer.parallel.comm import PlainComm
+from rapid_infer.parallel.comm import PlainComm, ordered_sum
 
 TIMEOUT = timedelta(hours=12)
 """Of a collective. Who is stuck is found and ended by the process that started the ranks, which also says why."""
@@ -28,11 +28,6 @@ def join(host: str, port: int, rank: int, size: int, device: torch.device) -> No
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
 
 
-def leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 class GroupComm(PlainComm):
     """Over the default process group. gloo adds in an order of its own, so that every rank gathers and adds itself."""
 
@@ -46,11 +41,7 @@ class GroupComm(PlainComm):
             self._entered()
             dist.all_reduce(x := x.contiguous())
             return x
-        first, *others = self.all_gather(x)
-        total = first.float()
-        for other in others:
-            total = total + other
-        return total.to(x.dtype)
+        return ordered_sum(self.all_gather(x), x.dtype)
 
     def all_gather(self, x: Tensor) -> Tensor:
         self._entered()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rapid_infer.parallel.comm import Comm
+from rapid_infer.parallel.comm import Comm, ordered_sum
 from rapid_infer.parallel.push import (
     PushBuffers,
     PushRefused,
@@ -46,11 +46,7 @@ class PushComm:
         except PushRefused:
             if self._larger is not None:
                 return self._larger.all_reduce(x)
-        first, *others = self.all_gather(x)
-        total = first.float()
-        for other in others:
-            total = total + other
-        return total.to(x.dtype)
+        return ordered_sum(self.all_gather(x), x.dtype)
 
     def all_gather(self, x: Tensor) -> Tensor:
         self._entered()

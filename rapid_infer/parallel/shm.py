@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rapid_infer.parallel.bus import CELL, SharedMemory, publish_before
-from rapid_infer.parallel.comm import PlainComm
+from rapid_infer.parallel.comm import PlainComm, ordered_sum
 
 SLOT_BYTES = 1 << 20
 _EPOCHS = 2
@@ -47,11 +47,7 @@ class ShmComm(PlainComm):
         out = torch.empty_like(flat)
         step = SLOT_BYTES // x.element_size()
         for start in range(0, len(flat), step):
-            parts = self._exchange(flat[start : start + step])
-            total = parts[0].float()
-            for part in parts[1:]:
-                total = total + part
-            out[start : start + step] = total
+            out[start : start + step] = ordered_sum(self._exchange(flat[start : start + step]), x.dtype)
         return out.view(x.shape)
 
     def all_gather(self, x: Tensor) -> Tensor:

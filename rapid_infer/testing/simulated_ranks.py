@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from rapid_infer.parallel.comm import PlainComm
+from rapid_infer.parallel.comm import PlainComm, ordered_sum
 from rapid_infer.parallel.state import ParallelState
 
 T = TypeVar("T")
@@ -36,10 +36,7 @@ class ThreadComm(PlainComm):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         self.sums += 1
-        first, *others = self.all_gather(x.float())
-        for other in others:
-            first = first + other
-        return first.to(x.dtype)
+        return ordered_sum(self.all_gather(x), x.dtype)
 
     def all_gather(self, x: Tensor) -> Tensor:
         self._exchange.given[self._rank] = x.clone()
