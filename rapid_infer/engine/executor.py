@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rapid_infer.cache.spec import CacheGroup
 from rapid_infer.engine.step_plan import RowMasks, StepPlan, StepResult
+from rapid_infer.errors import RapidInferError
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,10 @@ class Executor(Protocol):
 
     def late_graphs(self) -> tuple[int, float]:
         """(CUDA graphs that were recorded after the start, seconds that took)."""
+        ...
+
+    def on_failure(self, call: Callable[[RapidInferError], object]) -> None:
+        """`call(error)`, in any thread, when steps can run no more, also while none is in flight."""
         ...
 
     def close(self) -> None: ...

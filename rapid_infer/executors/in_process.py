@@ -8,6 +8,7 @@ from typing import Any
 from rapid_infer.config import EngineConfig
 from rapid_infer.engine.executor import ModelInfo
 from rapid_infer.engine.step_plan import RowMasks, StepPlan, StepResult
+from rapid_infer.errors import RapidInferError
 from rapid_infer.models.checkpoint import Checkpoint
 from rapid_infer.parallel import ParallelState
 from rapid_infer.profiling import span
@@ -77,8 +78,10 @@ class InProcessExecutor:
 
     def late_graphs(self) -> tuple[int, float]:
         """(CUDA graphs that were recorded after the start, seconds that took)."""
-        graphs = self.runner.graphs
-        return (0, 0.0) if graphs is None else (graphs.late.count, graphs.late.seconds)
+        return self.worker.late_graphs
+
+    def on_failure(self, call: Callable[[RapidInferError], object]) -> None:
+        """What fails here fails in a call."""
 
     def close(self) -> None:
         """Drop model, graphs and caches."""

@@ -88,6 +88,7 @@ class MultiProcessExecutor:
         except BaseException:
             self.close(0)
             raise
+        self._last_plan = b""
         self._info = ModelInfo(
             architecture=checkpoint.architecture,
             vocab_size=built.config.vocab_size,
@@ -103,18 +104,21 @@ class MultiProcessExecutor:
         return self._info
 
     def launch(self, plan: StepPlan) -> StepPlan:
-        self._send(Step(plan))
+        self._send_plan(plan)
         return plan
 
     def launch_forward(self, plan: StepPlan) -> StepPlan:
-        self._send(Step(plan, gated=True))
+        self._send_plan(plan, gated=True)
         return plan
 
     def launch_sample(self, handle: StepPlan, masks: RowMasks | None) -> None:
-        self._send(Sample(masks))
+        self.group.send(Sample(masks))
 
-    def _send(self, message: Step | Sample) -> None:
-        self.group.send(message)
+    def _send_plan(self, plan: StepPlan, gated: bool = False) -> None:
+        payload = messages.encode_plan(plan)
+        unchanged = payload == self._last_plan
+        self._last_plan = payload
+        self.group.send(Step(plan.step, plan.max_seq_len, None if unchanged else payload, gated))
 
     def collect(self, handle: StepPlan) -> StepResult:
         """EngineDeadError when a rank has failed or is stuck: with several of them there is no going on."""
@@ -129,8 +133,13 @@ class MultiProcessExecutor:
         return True
 
     def late_graphs(self) -> tuple[int, float]:
-        """Ranks do not report them."""
-        return 0, 0.0
+        """Of the rank that took longest."""
+        board = self.group.board
+        return int(board.late_graphs.max()), float(board.late_us.max()) / 1e6
+
+    def on_failure(self, call: Callable[[RapidInferError], object]) -> None:
+        """See `RankGroup.on_failure`."""
+        self.group.on_failure(call)
 
     def close(self, grace: float = 4.0) -> None:
         """End the ranks."""

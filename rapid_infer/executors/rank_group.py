@@ -31,15 +31,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_RANK_ENV = {
-    # Machines may have NVLink multicast turned off or broken; nothing here needs it.
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NCCL_NVLS_ENABLE": "0",
-}
 _MODULE = "rapid_infer.executors.rank_process"
 PLAN_BYTES, RESULT_BYTES = 32 << 20, 8 << 20
 STUCK_SECONDS = float(os.environ.get("RAPID_INFER_RANK_TIMEOUT", "12"))
-"""Without any rank getting on, the job is stuck. A rank that is behind and computes on a CPU gets ten times as long."""
+"""Without any rank getting on, the job is stuck. One that computes on a CPU while it starts gets ten times as long."""
 
 START_SECONDS = 300.0
 _SETTLE = 1.0
@@ -69,6 +64,7 @@ class RankGroup:
 
         self.size = size
         self._failure: RapidInferError | None = None
+        self._on_failure: Callable[[RapidInferError], object] | None = None
         self._answers: list[SimpleQueue[FromRank]] = [SimpleQueue() for _ in range(size)]
         self._reports: dict[int, Failed | str] = {}
         self._closed = self._leaving = False
@@ -85,7 +81,7 @@ class RankGroup:
         self.results = Ring(results, RESULT_BYTES, 1, wake[size:])
         self.board = StatusBoard(board, size)
         level = logging.getLogger("rapid_infer").getEffectiveLevel()
-        env = dict(_RANK_ENV)
+        env = {}
         if threads:
             env["OMP_NUM_THREADS"] = str(threads)
         if len(set(devices)) < size:
@@ -226,7 +222,7 @@ class RankGroup:
 
         rank, report = min(self._reports.items(), key=order)
         if isinstance(report, str):
-            _, steps, _ = self.board.snapshot()[rank]
+            steps = self.board.steps[rank]
             return EngineDeadError(f"{report} at step {steps}, in phase {self.phase_of(rank)}; all ranks were ended")
         kind = getattr(errors, report.kind or "", None)
         if isinstance(kind, type) and issubclass(kind, RapidInferError):
@@ -242,7 +238,7 @@ class RankGroup:
         """Ends all ranks and raises which of them is behind, with its stack."""
         if self._failure is None and not self._reports:
             rank = behind(self.board.snapshot())[0]
-            _, steps, collectives = self.board.snapshot()[rank]
+            steps, collectives = self.board.steps[rank], self.board.collectives[rank]
             where = f"rank {rank} is behind, at step {steps}, collective {collectives}, in phase {self.phase_of(rank)}"
             state = self._stack(rank)
             self._fail(EngineDeadError(f"no rank got on for {seconds:.0f} s: {where}; all ranks were ended. {state}"))
@@ -265,8 +261,14 @@ class RankGroup:
                 return f"Its stack:\n{text}"
         return "It gave no stack."
 
+    def on_failure(self, call: Callable[[RapidInferError], object]) -> None:
+        """`call(error)`, in any thread, when a rank fails, also while nobody waits for one."""
+        self._on_failure = call
+
     def _fail(self, error: RapidInferError) -> None:
         self._failure = error
+        if self._on_failure is not None:
+            self._on_failure(error)
         for child in self.children:
             with contextlib.suppress(OSError):
                 child.process.kill()
@@ -297,7 +299,7 @@ class RankGroup:
 
 
 class _Stuck:
-    """Notices that no rank gets on. One that is behind and uses its CPU gets on, for a while."""
+    """Notices that no rank gets on. One that is behind while it starts, and uses its CPU, gets on, for a while."""
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
@@ -312,7 +314,9 @@ class _Stuck:
         self._looked = now
         snapshot = self._group.board.snapshot()
         late = behind(snapshot)
-        used = tuple(cpu_seconds(self._group.children[rank].process.pid) for rank in late)
+        # In a step every layer counts as work; a start imports, compiles and repacks without a word.
+        starting = [rank for rank in late if self._group.phase_of(rank) not in ("step", "idle")]
+        used = tuple(cpu_seconds(self._group.children[rank].process.pid) for rank in starting)
         seen = (snapshot, used)
         if self._seen is None or seen[0] != self._seen[0]:
             self._moved = now
@@ -327,8 +331,8 @@ class _Stuck:
 
 def behind(snapshot: tuple[tuple[int, ...], ...]) -> list[int]:
     """The ranks that the others wait for: those with the fewest steps, and of these the fewest collectives."""
-    least = min(place[1:] for place in snapshot)
-    return [rank for rank, place in enumerate(snapshot) if place[1:] == least]
+    least = min(place[1:3] for place in snapshot)
+    return [rank for rank, place in enumerate(snapshot) if place[1:3] == least]
 
 
 def _stat(pid: int) -> list[str]:

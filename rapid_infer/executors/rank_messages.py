@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -46,9 +47,15 @@ class Allocate(msgspec.Struct, tag="allocate"):
 
 
 class Step(msgspec.Struct, tag="step"):
-    """Run a step; the first rank writes its result. `gated`: only the forward, a `Sample` follows."""
+    """Run a step; the first rank writes its result. `gated`: only the forward, a `Sample` follows.
 
-    plan: StepPlan
+    `plan` is what `encode_plan` makes, without `step` and `max_seq_len`, which a steady batch changes alone; None: as
+    in the message before.
+    """
+
+    step: int
+    max_seq_len: int
+    plan: bytes | None
     gated: bool = False
 
 
@@ -116,11 +123,21 @@ def _decode_array(kind: Any, value: Any) -> np.ndarray:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 _to_rank = msgspec.msgpack.Decoder(ToRank, dec_hook=_decode_array)
 _from_rank = msgspec.msgpack.Decoder(FromRank)
+_plan = msgspec.msgpack.Decoder(StepPlan, dec_hook=_decode_array)
 _result = msgspec.msgpack.Decoder(StepResult, dec_hook=_decode_array)
 
 
 def encode(message: ToRank | FromRank | StepResult) -> bytes:
     return _encoder.encode(message)
+
+
+def encode_plan(plan: StepPlan) -> bytes:
+    """All that two steps of a steady batch have alike."""
+    return _encoder.encode(replace(plan, step=0, max_seq_len=0))
+
+
+def to_plan(payload: bytes) -> StepPlan:
+    return _plan.decode(payload)
 
 
 def to_rank(payload: bytes) -> ToRank:

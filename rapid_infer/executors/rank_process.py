@@ -19,6 +19,8 @@ import time
 import traceback
 import zlib
 from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from rapid_infer import errors
@@ -45,6 +47,11 @@ from rapid_infer.processes.launch import take_over
 CHECK_HIDDEN = "RAPID_INFER_CHECK_HIDDEN"
 """Set to 1, eager steps mix the hidden states into the checksum by which ranks are compared too."""
 
+ENVIRONMENT = {
+    # Machines may have NVLink multicast turned off or broken; nothing here needs it.
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NCCL_NVLS_ENABLE": "0",
+}
 PHASES = ("start", "load", "profile", "allocate", "capture", "step", "idle")
 
 
@@ -75,11 +82,28 @@ class Rank:
         self.worker: Any = None
         self._pending: deque[Any] = deque()
         self._half: Any = None
+        self._plan: Any = None
         self._depth = 1
         self._checks_hidden = os.environ.get(CHECK_HIDDEN) == "1"
 
     def _entered(self) -> None:
         self.board.collectives[self.number] += 1
+
+    def _works(self, nbytes: int = 0) -> None:
+        self.board.work[self.number] += 1
+
+    @contextlib.contextmanager
+    def _progress(self, total_bytes: int) -> Iterator[Callable[[int], None]]:
+        from rapid_infer.loader.progress import silent, terminal_bar
+
+        # One rank's bar for all of them.
+        with (terminal_bar if self.number == 0 else silent)(total_bytes) as advance:
+
+            def read(nbytes: int) -> None:
+                self._works()
+                advance(nbytes)
+
+            yield read
 
     @property
     def phase(self) -> str:
@@ -162,7 +186,11 @@ class Rank:
         checkpoint = read_checkpoint(message.path)
         self.worker = Worker(cls, cls.read_config(checkpoint.hf_config), checkpoint, config, parallel, self.device)
         self.worker.build()
-        self.worker.load()
+        if self.device.type == "cpu":
+            # All layers of a long step may take longer than a rank may be silent; one of them will not.
+            for module in self.worker.built.model.modules():
+                module.register_forward_pre_hook(lambda module, args: self._works())
+        self.worker.load(self._progress)
         self._depth = config.scheduler.queue_depth
         self._answer(Done("load"))
 
@@ -180,12 +208,15 @@ class Rank:
         self.phase = "step"
         self.board.steps[self.number] += 1
         runner = self.worker.runner
+        if message.plan is not None:
+            self._plan = messages.to_plan(message.plan)
+        plan = replace(self._plan, step=message.step, max_seq_len=message.max_seq_len)
         if message.gated:
-            self._half = runner.launch_forward(message.plan)
+            self._half = runner.launch_forward(plan)
         elif not self._checks_hidden:
-            self._pending.append(runner.launch(message.plan))
+            self._pending.append(runner.launch(plan))
         else:
-            handle = runner.launch_forward(message.plan)
+            handle = runner.launch_forward(plan)
             if handle.output is not None:
                 self._mix(handle.output.hidden.float().cpu().numpy().tobytes())
             runner.launch_sample(handle)
@@ -203,6 +234,8 @@ class Rank:
         self.comm.check()
         self._mix(result.token_ids.tobytes())
         self.board.collected[self.number] += 1
+        graphs, seconds = self.worker.late_graphs
+        self.board.late_graphs[self.number], self.board.late_us[self.number] = graphs, int(seconds * 1e6)
         if self.number == 0:
             self.results.write(messages.encode(result), lambda: None)
 
@@ -239,6 +272,8 @@ def serve(sock: socket.socket) -> int:
     join = messages.to_rank(payload)
     assert isinstance(join, Join)
     _end_with_parent(sock)
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     logging.basicConfig(format=f"%(levelname)s rank {join.rank} %(name)s: %(message)s")
     logging.getLogger("rapid_infer").setLevel(join.log_level)
     channel, rank = Channel(sock), None

@@ -60,6 +60,7 @@ class EngineServer:
         self._grammars = grammars
         self._profiler = Profiler()
         self._compiling: dict[str, Request] = {}
+        core.executor.on_failure(fronts.inbox.put)
         self._compilers = ThreadPoolExecutor(2, thread_name_prefix="grammar")
 
     def run(self) -> None:

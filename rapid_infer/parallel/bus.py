@@ -169,27 +169,36 @@ class Ring:
 
 
 class StatusBoard:
-    """What each rank says of itself: phase, steps begun and ended, collectives entered, a checksum of all its tokens.
+    """What each rank says of itself: phase, steps begun, collectives entered, work begun (tensors read, layers run),
+    steps ended, a checksum of all its tokens, late graphs and the microseconds they took.
 
     The one who is behind has the fewest steps and collectives.
     """
 
-    FIELDS = ("phase", "steps", "collectives", "collected", "tokens")
+    FIELDS = ("phase", "steps", "collectives", "work", "collected", "tokens", "late_graphs", "late_us")
+    phase: np.ndarray
+    steps: np.ndarray
+    collectives: np.ndarray
+    work: np.ndarray
+    collected: np.ndarray
+    tokens: np.ndarray
+    late_graphs: np.ndarray
+    late_us: np.ndarray
 
     def __init__(self, memory: SharedMemory, ranks: int) -> None:
-        self._memory, self._ranks = memory, ranks
-        self.phase, self.steps, self.collectives, self.collected, self.tokens = (
-            memory.words(number * ranks * CELL, ranks) for number in range(len(self.FIELDS))
-        )
+        self._memory = memory
+        for number, name in enumerate(self.FIELDS):
+            setattr(self, name, memory.words(number * ranks * CELL, ranks))
 
     @classmethod
     def size(cls, ranks: int) -> int:
         return len(cls.FIELDS) * ranks * CELL
 
     def snapshot(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank (phase, steps, collectives)."""
-        return tuple(zip(self.phase.tolist(), self.steps.tolist(), self.collectives.tolist()))
+        """For each rank (phase, steps, collectives, work)."""
+        return tuple(zip(*(getattr(self, name).tolist() for name in self.FIELDS[:4])))
 
     def close(self) -> None:
-        del self.phase, self.steps, self.collectives, self.collected, self.tokens
+        for name in self.FIELDS:
+            delattr(self, name)
         self._memory.close()

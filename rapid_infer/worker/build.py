@@ -22,7 +22,7 @@ from rapid_infer.layers.context import BuildContext
 from rapid_infer.layers.matrix import MatrixModule
 from rapid_infer.loader.dummy import load_dummy
 from rapid_infer.loader.load import LoadReport, finalize, load_weights
-from rapid_infer.loader.progress import terminal_bar
+from rapid_infer.loader.progress import Progress
 from rapid_infer.models.checkpoint import Checkpoint
 from rapid_infer.ops.registry import OpResolver
 from rapid_infer.parallel import ParallelState
@@ -103,13 +103,13 @@ def _shorten_lookups(model: nn.Module) -> None:
 
 
 @traced("worker.load_weights")
-def load(built: BuiltModel, checkpoint: Checkpoint, config: EngineConfig) -> None:
+def load(built: BuiltModel, checkpoint: Checkpoint, config: EngineConfig, progress: Progress) -> None:
     """Fill the parameters. WeightError when the checkpoint does not fill them exactly."""
     if config.model.load_format == "dummy":
         load_dummy(built.model)
         finalize(built.model)
         return
-    built.report = load_weights(built.model, built.model.weight_map, checkpoint.path, progress=terminal_bar)
+    built.report = load_weights(built.model, built.model.weight_map, checkpoint.path, progress=progress)
 
 
 def cached_modules(model: nn.Module) -> dict[CacheSpec, list[CachedModule]]:

@@ -12,6 +12,7 @@ import torch
 from rapid_infer.cache.budget import GIB
 from rapid_infer.config import EngineConfig
 from rapid_infer.device import set_num_threads
+from rapid_infer.loader.progress import Progress, terminal_bar
 from rapid_infer.models.checkpoint import Checkpoint
 from rapid_infer.parallel import ParallelState
 from rapid_infer.profiling import traced
@@ -54,9 +55,9 @@ class Worker:
         self.built = build.build_model(*model, self.parallel)
         self.groups = build.cache_groups(self.built.model)
 
-    def load(self) -> None:
+    def load(self, progress: Progress = terminal_bar) -> None:
         """Fill the parameters, and make the tables of the rows. WeightError."""
-        build.load(self.built, self._checkpoint, self.config)
+        build.load(self.built, self._checkpoint, self.config, progress)
         config = self.config
         self.runner = ModelRunner(
             self.built.model,
@@ -104,6 +105,12 @@ class Worker:
             time.perf_counter() - started,
             (free - torch.cuda.mem_get_info()[0]) / GIB,
         )
+
+    @property
+    def late_graphs(self) -> tuple[int, float]:
+        """(CUDA graphs that were recorded after the start, seconds that took)."""
+        graphs = self.runner.graphs
+        return (0, 0.0) if graphs is None else (graphs.late.count, graphs.late.seconds)
 
     def healthy(self) -> bool:
         """Whether the device still answers after a failed step; waits for what it is at."""

@@ -31,6 +31,8 @@ class FaultyForCausalLM(Qwen3ForCausalLM):
             os.kill(os.getpid(), signal.SIGKILL)
         if fault["how"] == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        while fault["how"] == "busy":
+            pass
         time.sleep(1000)
 
     def forward(self, batch: Any) -> Any:

@@ -9,10 +9,13 @@ import time
 import numpy as np
 import pytest
 import torch
+from dataclasses import replace
+from types import SimpleNamespace
 
 from rapid_infer.engine.row_fields import SamplingFeatures, neutral_settings
 from rapid_infer.engine.step_plan import LogprobArrays, NewBlocks, NewRows, RowMasks, StepPlan, StepResult
 from rapid_infer.executors import rank_messages as messages
+from rapid_infer.executors.multi_process import MultiProcessExecutor
 from rapid_infer.executors.rank_messages import Sample, Step
 from rapid_infer.parallel import shm
 from rapid_infer.parallel.bus import BusError, Ring, SharedMemory, wait_until
@@ -116,16 +119,18 @@ def test_plans_and_results_arrive_as_they_were_sent() -> None:
         (NewBlocks(arrays(2), arrays(2), arrays(2)),), SamplingFeatures(random=True, masks=True, logprobs=3), 4, 9, 5,
         masks=RowMasks(arrays(2), arrays(6).reshape(2, 3)),
     )  # fmt: skip
-    got = messages.to_rank(messages.encode(Step(plan, gated=True)))
-    assert isinstance(got, Step)
-    assert got.gated
-    assert got.plan.features == plan.features
-    assert got.plan.features.processed
-    assert got.plan.new_rows is not None
-    assert (got.plan.new_rows.settings == settings).all()
-    assert got.plan.masks is not None
-    assert got.plan.masks.bits.tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert (got.plan.step, got.plan.max_seq_len, got.plan.prompt_logprobs) == (7, 9, None)
+    sent = messages.to_rank(messages.encode(Step(7, 9, messages.encode_plan(plan), gated=True)))
+    assert isinstance(sent, Step)
+    assert (sent.step, sent.max_seq_len, sent.gated) == (7, 9, True)
+    assert sent.plan is not None
+    got = messages.to_plan(sent.plan)
+    assert got.features == plan.features
+    assert got.features.processed
+    assert got.new_rows is not None
+    assert (got.new_rows.settings == settings).all()
+    assert got.masks is not None
+    assert got.masks.bits.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert (got.step, got.max_seq_len, got.prompt_logprobs) == (0, 0, None)
     assert messages.to_rank(messages.encode(Sample(None))) == Sample(None)
     scores = LogprobArrays(arrays(6).reshape(2, 3), np.full((2, 3), -0.5, np.float32), arrays(2))
     result = StepResult(arrays(2)[:, None], np.array([True, False]), scores)
@@ -134,3 +139,18 @@ def test_plans_and_results_arrive_as_they_were_sent() -> None:
     assert back.failed.tolist() == [True, False]
     assert back.logprobs is not None
     assert (back.logprobs.values == scores.values).all()
+
+
+def test_a_step_like_the_one_before_is_sent_as_its_number() -> None:
+    executor, sent = object.__new__(MultiProcessExecutor), []
+    executor._last_plan, executor.group = b"", SimpleNamespace(send=sent.append)  # type: ignore[assignment]
+    plan = StepPlan(
+        7, arrays(256), np.ones(256, np.int32), arrays(0), arrays(256), None,
+        (NewBlocks(arrays(0), arrays(0), arrays(0)),), SamplingFeatures(), 1, 90, 256,
+    )  # fmt: skip
+    more = replace(plan, step=10, new_blocks=(NewBlocks(arrays(1), arrays(1), arrays(1)),))
+    for one in (plan, replace(plan, step=8, max_seq_len=91), replace(plan, step=9, max_seq_len=92), more, more):
+        executor.launch(one)
+    assert [message.plan is None for message in sent] == [False, True, True, False, True]
+    assert [(message.step, message.max_seq_len) for message in sent[:3]] == [(7, 90), (8, 91), (9, 92)]
+    assert len(messages.encode(sent[1])) < 64 < len(messages.encode(sent[0]))

@@ -11,6 +11,8 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -63,6 +65,7 @@ def descriptors() -> int:
         ("raise", "step", 1, r"rank 1 raised in phase step, step 1: RuntimeError: broken on purpose in step\n(.|\n)*fau"),
         ("kill", "step", 0, r"rank 0 \(pid \d+\) was killed by SIGKILL at step 1, in phase step"),
         ("hang", "step", 1, r"no rank got on for \d+ s: rank 1 is behind, at step 1, .* in phase step(.|\n)*misbehave"),
+        ("busy", "step", 0, r"no rank got on for \d+ s: rank 0 is behind, at step 1, .* in phase step(.|\n)*misbehave"),
         pytest.param("raise", "load", 1, r"rank 1 raised in phase load, .*on purpose in load", marks=pytest.mark.slow),
         pytest.param("kill", "load", 0, r"rank 0 .*killed by SIGKILL .*in phase load", marks=pytest.mark.slow),
         pytest.param("hang", "load", 0, r"rank 0 is behind, .*in phase load(.|\n)*misbehave", marks=pytest.mark.slow),
@@ -105,9 +108,37 @@ def test_a_rank_that_dies_while_nobody_asks_is_named_by_the_next_call(faulty: Ca
             llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
 
 
+@pytest.mark.parametrize(
+    ("phase", "what", "ends"),
+    [("step", "works", False), ("step", "computes", True), ("load", "computes", False), ("load", "nothing", True)],
+)
+def test_silence_ends_a_rank_and_work_does_not(
+    phase: str, what: str, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, work, seconds = [0.0], [0], [0]
+    monkeypatch.setattr(rank_group, "STUCK_SECONDS", 5.0)
+    monkeypatch.setattr(rank_group.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(rank_group, "cpu_seconds", lambda pid: seconds[0])
+    number = rank_group.PHASES.index(phase)
+    group: Any = SimpleNamespace(
+        board=SimpleNamespace(snapshot=lambda: ((number, 1, 2, work[0]), (number, 1, 3, 0))),
+        phase_of=lambda rank: phase,
+        children=[SimpleNamespace(process=SimpleNamespace(pid=1))] * 2,
+        end_stuck=lambda seconds: ended.append(seconds),
+    )
+    ended: list[float] = []
+    stuck = rank_group._Stuck(group)
+    for _ in range(20):
+        now[0] += 1
+        work[0] += what == "works"
+        seconds[0] += what == "computes"
+        stuck.check()
+    assert bool(ended) is ends
+
+
 def test_a_ranks_own_error_comes_before_deaths_and_those_before_lost_connections() -> None:
     group = object.__new__(RankGroup)
-    group.board = type("Board", (), {"snapshot": lambda self: ((5, 3, 9),) * 3})()
+    group.board = type("Board", (), {"snapshot": lambda self: ((5, 3, 9),) * 3, "steps": [3] * 3})()
     lost = Failed(None, "RuntimeError: Connection closed by peer", "", "step", 3, True)
     own = Failed(None, "ValueError: mine", "trace", "step", 3, False)
     group._reports = {0: lost, 1: "rank 1 (pid 7) was killed by SIGKILL", 2: own}

@@ -157,6 +157,9 @@ class FakeExecutor:
             step.result = step.result or self._run(step, step.broken)
         return self.is_healthy
 
+    def on_failure(self, call: Callable[..., object]) -> None:
+        self.call_on_failure = call
+
     def late_graphs(self) -> tuple[int, float]:
         return 0, 0.0
 
