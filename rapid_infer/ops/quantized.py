@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 FORMS = ("fp8", "int4", "fp4")
-PACKED = 128
+PACKED, HALF = 128, 64
 """Columns of a packed block: of its 64 bytes, byte j holds column j in its low half and column j + 64 in its high."""
 CONSTANT_ZERO = 8
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
