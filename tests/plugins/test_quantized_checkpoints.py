@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import re
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from rapid_infer import SamplingParams
+from rapid_infer import ModelRegistry, SamplingParams
+from rapid_infer.config import EngineArgs
+from rapid_infer.models.checkpoint import read_checkpoint
+from rapid_infer.ops import OPS, QuantizedMatrix
+from rapid_infer.ops.quantizers import quantize_fp8, quantize_mxfp4, quantize_nvfp4
+from rapid_infer.startup import configure
 from rapid_infer.testing import record_logits
+from rapid_infer.worker import build
 
 SPEC = importlib.util.spec_from_file_location(
     "quantize_checkpoint", Path(__file__).resolve().parents[2] / "scripts" / "quantize_checkpoint.py"
@@ -35,6 +46,13 @@ MLA = {
 MODELS = {"dense": ("llama", DENSE), "moe": ("qwen3_moe", MOE), "mla": ("deepseek_v2", MLA)}
 EXPERTS_ONLY = {"mxfp4-experts", "fp8-fp4-experts"}
 NO_EXPERTS = {"gptq-act-order", "ct-int4-act-order", "modelopt-nvfp4-awq"}
+ONLINE: dict[str, Callable[[torch.Tensor], QuantizedMatrix]] = {
+    "fp8": lambda w: quantize_fp8(w, *w.shape),
+    "fp8_row": lambda w: quantize_fp8(w, 1, w.shape[1]),
+    "fp8_block": lambda w: quantize_fp8(w, 128, 128),
+    "nvfp4": quantize_nvfp4,
+    "mxfp4": quantize_mxfp4,
+}
 CASES = [
     (model, name)
     for name in script.TARGETS
@@ -66,3 +84,61 @@ def test_logits_are_those_of_the_dequantized_model(
     assert ("quantized_experts" in ran) == (model != "dense")
     # All experts are multiplied quantized or none.
     assert "fused_experts" not in ran
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", ONLINE)
+def test_weights_are_rounded_while_they_are_loaded(
+    model: str, name: str, tiny: Any, open_llm: Any, tmp_path: Path
+) -> None:
+    """Each tensor of the checkpoint for itself, but those of the head, the router and the latent's up-projection."""
+    source = tiny(*MODELS[model]).path
+    shutil.copytree(source, tmp_path / "plain")
+    tensors = load_file(source / "model.safetensors")
+    for tensor, value in tensors.items():
+        if value.ndim == 2 and not re.search(r"embed|lm_head|mlp\.gate\.|kv_b_proj", tensor):
+            tensors[tensor] = OPS["dequantize"].reference(ONLINE[name](value), torch.float32)
+    save_file(tensors, tmp_path / "plain" / "model.safetensors")
+    llm = open_llm(source, quantization=name)
+    got, expected = logits(llm), logits(open_llm(tmp_path / "plain"))
+    assert (got - expected).abs().max() < 1e-5 * expected.abs().max()
+    runner = llm.engine.executor.runner
+    layers = [module for module in runner.model.modules() if hasattr(module, "quant_kind")]
+    assert len(layers) == {"dense": 8, "moe": 8, "mla": 12}[model]
+    # Nothing is left of what was read.
+    assert all(param.numel() == 0 for layer in layers for param in layer.parameters())
+
+
+@pytest.mark.parametrize("name", [*ONLINE, *(name for name in script.TARGETS if name not in EXPERTS_ONLY)])
+def test_dummy_weights_have_the_usual_spread(name: str, tiny: Any, tmp_path: Path) -> None:
+    checkpoint = tiny(*MODELS["dense"]).path
+    options: dict[str, Any] = {"load_format": "dummy"}
+    if name in ONLINE:
+        options["quantization"] = name
+    else:
+        target = script.TARGETS[name]
+        # No weights: the config alone decides.
+        config = json.loads((checkpoint / "config.json").read_text())
+        declared = {} if target.side_file else {"quantization_config": target.config}
+        (tmp_path / "config.json").write_text(json.dumps({**config, **declared}))
+        if target.side_file:
+            (tmp_path / target.side_file).write_text(json.dumps(target.config))
+        checkpoint = tmp_path
+    built = built_model(checkpoint, **options)
+    for layer in ("layers.0.self_attn.qkv_proj", "layers.1.mlp.down_proj"):
+        linear = built.get_submodule(layer)
+        weight = OPS["dequantize"].reference(linear.quant.converted.matrix, torch.float32)
+        assert weight.std().item() == pytest.approx(0.02, rel=0.12)
+        assert abs(weight.mean()) < 0.001
+    assert built.head.weight.numel()
+
+
+def built_model(path: Path, **options: Any) -> Any:
+    checkpoint = read_checkpoint(path)
+    entry = ModelRegistry.lookup(checkpoint.architecture)
+    args = EngineArgs(device="cpu", dtype="float32", **options)
+    model = configure(checkpoint, entry, args)
+    built = build.build_model(model.cls, checkpoint, model.config, "cpu", model.model_config)
+    with torch.inference_mode():
+        build.load(built, checkpoint, model.config)
+    return built.model

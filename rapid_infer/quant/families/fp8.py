@@ -44,7 +44,7 @@ class Fp8Scheme(FileScheme):
             raise fields.error("activation_scheme", "'dynamic' with weight_block_size")
         self.fp4_experts = fields.one_of("expert_dtype", "fp4", "fp8", default="fp8") == "fp4"
         listed = [fields.get(name) or [] for name in ("modules_to_not_convert", "ignored_layers")]
-        self.listed = names_any([name for names in listed for name in names])
+        self.listed = names_any(["lm_head", *(name for names in listed for name in names)])
 
     def format(self, part: StoredPart) -> Format:
         expert = self.fp4_experts and "experts" in part.name.split(".")
@@ -69,7 +69,7 @@ class FbgemmScheme(FileScheme):
     name = "fbgemm_fp8"
 
     def read(self) -> None:
-        self.listed = names_any(self.fields.get("modules_to_not_convert"))
+        self.listed = names_any(["lm_head", *(self.fields.get("modules_to_not_convert") or [])])
 
     def format(self, part: StoredPart) -> Format:
         return Fp8Format(stored_dims(part, "weight_scale", ROWS))

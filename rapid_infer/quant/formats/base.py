@@ -19,6 +19,7 @@ WHOLE = Dim("input", None)
 PACKED_GROUP = 16
 """Groups of 4-bit codes are a multiple of it, or the whole row."""
 DUMMY_DEVIATION = 0.02
+DUMMY_FP8_SCALE = 2.0**-12
 
 
 @dataclass(frozen=True)
@@ -147,10 +148,7 @@ def refuse_zero_scales(what: str, matrix: QuantizedMatrix) -> None:
 
 
 def dummy_fp8(noise: Noise, shape: tuple[int, ...]) -> Tensor:
-    return (noise(shape) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
-
-
-DUMMY_FP8_SCALE = DUMMY_DEVIATION / 100
+    return (noise(shape) * (DUMMY_DEVIATION / DUMMY_FP8_SCALE)).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
 def dummy_full(value: float) -> Callable[[Noise, tuple[int, ...]], Tensor]:
