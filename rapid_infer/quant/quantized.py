@@ -54,7 +54,8 @@ class Quantized:
 
 
 class QuantizedLinear(Quantized):
-    def bind(self, layer: nn.Module, ctx: OpContext) -> None:
+    def bind(self, layer: Any, ctx: OpContext) -> None:
+        self.format.check(layer.stored_layout, layer.ctx_name)
         self._product = ctx.op("quantized_linear", form=self.format.form)
 
     def finalize(self, layer: nn.Module) -> None:
@@ -80,6 +81,8 @@ class QuantizedLinear(Quantized):
 class QuantizedExperts(Quantized):
     def bind(self, layer: Any, ctx: OpContext) -> None:
         gate_up = layer.gate_up_proj
+        for matrix in (gate_up, layer.down_proj):
+            self.format.check(matrix.stored_layout, matrix.ctx_name)
         self._run = ctx.op(
             "quantized_experts",
             form=self.format.form,

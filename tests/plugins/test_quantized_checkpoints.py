@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packers import script
 from safetensors.torch import load_file, save_file
 
 from rapid_infer import ModelRegistry, SamplingParams
 from rapid_infer.config import EngineArgs
+from rapid_infer.errors import ConfigError, WeightError
 from rapid_infer.models.checkpoint import read_checkpoint
 from rapid_infer.ops import OPS, QuantizedMatrix
 from rapid_infer.ops.quantizers import quantize_fp8, quantize_mxfp4, quantize_nvfp4
 from rapid_infer.startup import configure
 from rapid_infer.testing import record_logits
 from rapid_infer.worker import build
-
-SPEC = importlib.util.spec_from_file_location(
-    "quantize_checkpoint", Path(__file__).resolve().parents[2] / "scripts" / "quantize_checkpoint.py"
-)
-script: Any = importlib.util.module_from_spec(SPEC)
-sys.modules[SPEC.name] = script
-SPEC.loader.exec_module(script)
 
 PROMPTS = [[5, 6, 7, 8, 9, 30, 31, 77], [11, 12, 13]]
 # Parts of unlike sizes, blocks of 128 that are cut short in both directions.
@@ -142,3 +135,67 @@ def built_model(path: Path, **options: Any) -> Any:
     with torch.inference_mode():
         build.load(built, checkpoint, model.config)
     return built.model
+
+
+LAYER = "model.layers.0.self_attn."
+BAD_TENSORS: list[tuple[str, str, Any, str]] = [
+    ("fp8-block", f"{LAYER}q_proj.weight_scale_inv", lambda t: t.index_fill(0, torch.tensor(1), -1.0),
+     r"tensor {name}: got -1 at \[1, 0\]: a scale must be finite and not negative"),
+    ("fp8", f"{LAYER}k_proj.weight_scale_inv", lambda t: t * torch.inf, r"tensor {name}: got inf at \[\]: a scale"),
+    ("ct-fp8-dynamic", f"{LAYER}o_proj.weight_scale", lambda t: t * torch.nan, r"{name}: got nan at \[0, 0\]"),
+    ("ct-mxfp8", f"{LAYER}v_proj.weight_scale", lambda t: torch.full_like(t, 255),
+     r"{name}: got 255 at \[0, 0\]: e8m0 byte 255, which is no number"),
+    ("fp8-static", f"{LAYER}q_proj.input_scale", torch.zeros_like, r"{name}: got 0 at \[\]: .* above zero"),
+    ("ct-nvfp4", f"{LAYER}q_proj.weight_global_scale", torch.zeros_like, r"{name}: got 0 at \[0\]: .* above zero"),
+    ("gptq", f"{LAYER}q_proj.scales", lambda t: -t, r"{name}: got -0\.\d+ at \[0, 0\]"),
+    ("fp8-block", f"{LAYER}q_proj.weight_scale_inv", None, "qkv_proj.weight_scale_inv: lacks q"),
+    ("fp8-block", f"{LAYER}o_proj.weight_scale_inv", None, "o_proj.weight_scale_inv"),
+    ("fp8-static", f"{LAYER}o_proj.input_scale", None, "o_proj.input_scale"),
+    ("fp8-block", f"{LAYER}o_proj.weight_scale_inv", lambda t: t[:1], r"checkpoint \[1, 2\], model \[2, 2\] for .*o_"),
+    ("fp8", f"{LAYER}q_proj.weight", lambda t: t.float().to(torch.float8_e5m2),
+     "checkpoint float8_e5m2, model float8_e4m3fn for .*qkv_proj.weight"),
+    ("gptq", f"{LAYER}o_proj.weight_foo", lambda _: torch.zeros(2), "RowParallelLinear has no parameter weight_foo"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "tensor", "change", "message"), BAD_TENSORS)
+def test_bad_tensors_are_named(
+    name: str, tensor: str, change: Any, message: str, tiny: Any, tmp_path: Path, open_llm: Any
+) -> None:
+    quantized, _ = script.quantize_checkpoint(tiny(*MODELS["dense"]).path, tmp_path, name)
+    tensors = load_file(quantized / "model.safetensors")
+    if change is None:
+        del tensors[tensor]
+    else:
+        tensors[tensor] = change(tensors.get(tensor)).contiguous()
+    save_file(tensors, quantized / "model.safetensors")
+    with pytest.raises(WeightError, match=message.replace("{name}", re.escape(tensor))):
+        open_llm(quantized)
+
+
+def test_one_part_that_is_not_quantized(tiny: Any, tmp_path: Path, open_llm: Any) -> None:
+    quantized, plain = script.quantize_checkpoint(tiny(*MODELS["dense"]).path, tmp_path, "fp8-block")
+    tensors, name = load_file(quantized / "model.safetensors"), f"{LAYER}k_proj.weight"
+    del tensors[f"{name}_scale_inv"]
+    tensors[name] = load_file(plain / "model.safetensors")[name]
+    save_file(tensors, quantized / "model.safetensors")
+    with pytest.raises(
+        ConfigError, match=r"qkv_proj is one matrix of 3 .*not quantized: model.layers.0.self_attn.k_proj; q"
+    ):
+        open_llm(quantized)
+
+
+def test_a_quantized_checkpoint_is_not_rounded_again(tiny: Any, tmp_path: Path, open_llm: Any) -> None:
+    quantized, _ = script.quantize_checkpoint(tiny(*MODELS["dense"]).path, tmp_path, "gptq")
+    with pytest.raises(ConfigError, match=r"quantization='fp8' is for 16-bit checkpoints.*quant_method='gptq'"):
+        open_llm(quantized, quantization="fp8")
+
+
+def test_scales_of_a_quantized_cache_are_told(
+    tiny: Any, tmp_path: Path, open_llm: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    quantized, _ = script.quantize_checkpoint(tiny(*MODELS["dense"]).path, tmp_path, "ct-fp8-static")
+    open_llm(quantized)
+    warnings = [record.message for record in caplog.records if "KV cache" in record.message]
+    assert len(warnings) == 1
+    assert "2 scales of a quantized KV cache, such as model.layers.0.self_attn.k_scale" in warnings[0]

@@ -54,11 +54,12 @@ class Fp8Scheme(FileScheme):
         declared = TENSOR if self.block is None else blocks(*self.block)
         inputs = part.leaf(*INPUT_SCALES)
         static = self.static if part.tensors is None or self.static else inputs in part.tensors
+        dims = stored_dims(part, scale, declared)
         return Fp8Format(
-            stored_dims(part, scale, declared),
+            dims,
             scale,
             inputs if static else None,
-            "token" if self.block is None else "group",
+            "group" if dims is declared and self.block is not None else "token",
             exponents=part.dtype(scale, torch.float32) in BYTES,
         )
 

@@ -57,6 +57,9 @@ class Format:
         """The leaves of the matrix that are loaded; `dtype` is that of activations."""
         raise NotImplementedError
 
+    def check(self, layout: Any, what: str) -> None:
+        """ConfigError where this rank's share of a matrix cannot be run."""
+
     def convert(self, layout: Any, leaves: Mapping[str, Tensor], what: str) -> Converted:
         """The matrix that `leaves` hold; `what` names the layer in errors."""
         raise NotImplementedError
@@ -91,19 +94,16 @@ def _common_group(entries: list[int], group: int) -> int:
     return math.gcd(group, *(i for i, (one, other) in enumerate(pairwise(entries), 1) if one != other))
 
 
-def packed_spread(layout: Any, dims: tuple[Dim, ...], scale: Tensor, what: str) -> tuple[Tensor, tuple[int, int]]:
-    """The same for 4-bit codes, whose groups may not become too small. ConfigError, with sizes that work."""
-    scale, (rows, columns) = spread(layout, dims, scale)
-    size, group = layout.ins.local, next(dim for dim in dims if dim.over == "input").group
-    if columns % PACKED_GROUP and columns != size:
-        total = layout.ins.size
-        fits = [n for n in range(1, 65) if total % n == 0 and total // n % PACKED_GROUP == 0]
-        raise ConfigError(
-            f"{what}: groups of {group} inputs do not fit this rank's inputs {layout.ins.start} to {layout.ins.stop} "
-            f"of {total}, which must begin and end at a multiple of {PACKED_GROUP}; use a tensor_parallel_size of "
-            f"{fits or [1]}"
-        )
-    return scale, (rows, columns)
+def check_share(ins: Any, group: int | None, what: str) -> None:
+    """ConfigError, with sizes that work, where a rank's share of the inputs leaves too small a piece of a group."""
+    size = group or ins.size
+    if ins.start // size == (ins.stop - 1) // size or math.gcd(size, -ins.start % size) % PACKED_GROUP == 0:
+        return
+    fits = [n for n in range(1, 65) if ins.size % n == 0 and ins.size // n % PACKED_GROUP == 0]
+    raise ConfigError(
+        f"{what}: groups of {size} inputs do not fit this rank's inputs {ins.start} to {ins.stop} of {ins.size}, which "
+        f"must begin and end at a multiple of {PACKED_GROUP}; use a tensor_parallel_size of {fits or [1]}"
+    )
 
 
 def nibbles(packed: Tensor) -> Tensor:

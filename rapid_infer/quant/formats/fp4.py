@@ -18,10 +18,11 @@ from rapid_infer.quant.formats.base import (
     Converted,
     Format,
     by_expert,
+    check_share,
     dummy_full,
     nibbles,
-    packed_spread,
     refuse_zero_scales,
+    spread,
 )
 from rapid_infer.quant.param_spec import IN, OUT, PART, Dim, Noise, ParamSpec
 
@@ -43,7 +44,7 @@ def _matrix(
 ) -> QuantizedMatrix:
     """packed bytes `[..., out, in / 2]`, scale `[..., out, groups]`."""
     shape = (layout.local_out, layout.ins.local)
-    scale, group = packed_spread(layout, (OUT, dim), scale, what)
+    scale, group = spread(layout, (OUT, dim), scale)
     values = by_expert(lambda two: pack_int4(nibbles(two)[:, : shape[1]]), packed)
     matrix = QuantizedMatrix("fp4", values, scale, shape, group, row_scale=row_scale)
     refuse_zero_scales(what, matrix)
@@ -79,6 +80,9 @@ class Nvfp4Format(Format):
         inputs = {"pre_quant_scale": ParamSpec(dtype, (PART, IN), positive, dummy_full(1.0))}
         return specs | (inputs if self.multiplier else {})
 
+    def check(self, layout: Any, what: str) -> None:
+        check_share(layout.ins, NVFP4_GROUP, what)
+
     def convert(self, layout: Any, leaves: Mapping[str, Tensor], what: str) -> Converted:
         outer = leaves[self.outer]
         outer = outer.index_select(-1, layout.entries(self.outer_dim).to(outer.device))
@@ -112,6 +116,9 @@ class Mxfp4Format(Format):
             self.codes: ParamSpec(torch.uint8, (OUT, *(block if self.blocked else (PAIR,))), dummy=dummy_codes),
             self.scale: ParamSpec(torch.uint8, (OUT, group), scales, dummy_full(DUMMY_EXPONENT)),
         }
+
+    def check(self, layout: Any, what: str) -> None:
+        check_share(layout.ins, MXFP4_GROUP, what)
 
     def convert(self, layout: Any, leaves: Mapping[str, Tensor], what: str) -> Converted:
         codes = leaves[self.codes].flatten(-2) if self.blocked else leaves[self.codes]

@@ -20,10 +20,11 @@ from rapid_infer.quant.formats.base import (
     Converted,
     Format,
     by_expert,
+    check_share,
     dummy_full,
     nibbles,
-    packed_spread,
     refuse_zero_scales,
+    spread,
 )
 from rapid_infer.quant.param_spec import IN, OUT, PART, Dim, Noise, ParamSpec
 
@@ -66,6 +67,10 @@ class Int4Format(Format):
         """Of scales: where groups are in any order, a rank's share may need those of all of them."""
         return Dim("input", self.group, whole=self.ordered)
 
+    def check(self, layout: Any, what: str) -> None:
+        if not self.ordered:
+            check_share(layout.ins, self.group, what)
+
     def _scale(self, *dims: Dim) -> ParamSpec:
         return ParamSpec(self.scale_dtype, dims, scales, dummy_full(DUMMY_SCALE))
 
@@ -76,8 +81,8 @@ class Int4Format(Format):
         shape, order = (layout.local_out, layout.ins.local), None
         if groups is None:
             dims = (OUT, self.inputs)
-            zero = None if zero is None else packed_spread(layout, dims, zero, what)[0]
-            scale, group = packed_spread(layout, dims, scale, what)
+            zero = None if zero is None else spread(layout, dims, zero)[0]
+            scale, group = spread(layout, dims, scale)
         else:
             columns, entries, width = _in_order(self._groups_of(groups, layout.ins, scale.shape[-1], what))
             scale = scale[..., entries].contiguous()
