@@ -19,6 +19,7 @@ DTYPES = {
     "float32": "float32", "fp32": "float32", "float": "float32",
 }  # fmt: skip
 LOAD_FORMATS = ("auto", "dummy")
+QUANTIZATIONS = ("fp8", "fp8_row", "fp8_block", "nvfp4", "mxfp4")
 HUBS = ("auto", "huggingface", "modelscope")
 MODEL_IMPLS = ("plugin", "auto", "fallback")
 
@@ -58,6 +59,7 @@ class ModelConfig:
     max_model_len_is_auto: bool
     load_format: str
     seed: int
+    quantization: str | None = None
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,8 @@ class EngineArgs:
     dtype                   auto (the checkpoint's; float32 where the CPU has no fast 16-bit arithmetic), bfloat16, ...
     device                  auto (a GPU if there is one), cpu, cuda
     load_format             auto (safetensors, else .bin), or dummy for seeded random weights
+    quantization            round 16-bit weights while they are loaded: fp8 (a scale for each matrix), fp8_row,
+                            fp8_block (128 x 128), nvfp4, mxfp4; auto: as the checkpoint is, quantized or not
     max_model_len           longest sequence, prompt and answer; auto: the model's own, less if the cache is smaller
     max_num_seqs            requests that run at once; auto: 256 on a GPU, 64 on a CPU
     max_num_batched_tokens  tokens of one step; auto: 8192 on a GPU, 512 on a CPU. With fewer, other requests' answers
@@ -143,6 +147,7 @@ class EngineArgs:
     dtype: str = "auto"
     device: Text = "auto"
     load_format: str = "auto"
+    quantization: str | None = None
     max_model_len: Count | None = None
     max_num_seqs: Count | None = None
     max_num_batched_tokens: Count | None = None
@@ -173,6 +178,10 @@ class EngineArgs:
         check_fields(self, ConfigError)
         _check(self.dtype in ("auto", *DTYPES), "dtype", self.dtype, f"'auto' or one of {sorted(set(DTYPES.values()))}")
         _check(self.load_format in LOAD_FORMATS, "load_format", self.load_format, f"one of {list(LOAD_FORMATS)}")
+        if self.quantization is not None:
+            _check(
+                self.quantization in QUANTIZATIONS, "quantization", self.quantization, f"one of {list(QUANTIZATIONS)}"
+            )
         _check(self.model_impl in MODEL_IMPLS, "model_impl", self.model_impl, f"one of {list(MODEL_IMPLS)}")
         hubs = self.hub.split(",")
         _check(set(hubs) <= set(HUBS), "hub", self.hub, f"one of {list(HUBS)}, or several in order with commas")
@@ -205,7 +214,9 @@ class EngineArgs:
             notes.append(f"max_num_seqs lowered from {rows} to max_num_batched_tokens={batched}")
             rows = batched
         return EngineConfig(
-            model=ModelConfig(dtype, max_model_len, self.max_model_len is None, self.load_format, self.seed),
+            model=ModelConfig(
+                dtype, max_model_len, self.max_model_len is None, self.load_format, self.seed, self.quantization
+            ),
             cache=CacheConfig(
                 block_size=self.block_size or (64 if on_gpu else 16),
                 gpu_memory_utilization=self.gpu_memory_utilization,

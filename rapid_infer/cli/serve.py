@@ -16,7 +16,7 @@ API_KEY = "RAPID_INFER_API_KEY"
 
 @options.expand(
     engine_args=(
-        *("tensor_parallel_size", "dtype", "device", "load_format", "max_model_len", "max_num_seqs"),
+        *("tensor_parallel_size", "dtype", "device", "load_format", "quantization", "max_model_len", "max_num_seqs"),
         *("max_num_batched_tokens", "block_size", "enforce_eager", "model_plugin", "model_impl", "hub", "revision"),
     )
 )

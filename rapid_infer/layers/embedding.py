@@ -60,7 +60,7 @@ class LMHead(MatrixModule):
     ) -> None:
         quant = PlainHead() if tied_to is not None else ctx.quant.head(ctx.name)
         specs = quant.params(ctx.dtype)
-        super().__init__(ctx, vocab_layout(ctx, vocab_size, hidden_size), specs if tied_to is None else {})
+        super().__init__(ctx, vocab_layout(ctx, vocab_size, hidden_size), specs if tied_to is None else {}, quant=quant)
         if tied_to is not None:
             self.specs, self.weight = specs, tied_to.weight
         self.quant, self.dtype = quant, ctx.dtype

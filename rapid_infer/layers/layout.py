@@ -5,7 +5,7 @@ Written once for every layer that multiplies by a weight: linear layers, experts
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +84,10 @@ class MatrixLayout:
     def local_out(self) -> int:
         return sum(shard.local for shard in self.outs)
 
+    def alone(self) -> MatrixLayout:
+        """What this rank has as if it were all there is: groups are counted from where it begins."""
+        return MatrixLayout(tuple(whole(shard.name, shard.local) for shard in self.outs), whole(None, self.ins.local))
+
     def shape(self, spec: ParamSpec, what: str) -> tuple[int, ...]:
         """Shape of this rank's parameter `what`. ConfigError when a cut runs through packed values."""
         return tuple(self._size(dim, what) for dim in spec.dims)
@@ -96,6 +100,8 @@ class MatrixLayout:
     def _size(self, dim: Dim, what: str) -> int:
         if dim.over == "part":
             return len(self.outs)
+        if dim.over == "value":
+            return dim.group or 0
         shards = self._shards(dim)
         for shard in shards:
             shard.check(dim, what)
@@ -113,12 +119,18 @@ class MatrixLayout:
             if dim.over == "part":
                 target.append(index)
                 continue
+            if dim.over == "value":
+                every = slice(0, dim.group)
+                shape.append(dim.group or 0)
+                source.append(every)
+                target.append(every)
+                continue
             before, shard = (self.outs[:index], self.outs[index]) if dim.over == "output" else ((), self.ins)
             kept, offset = shard.entries(dim), sum(_length(other.entries(dim)) for other in before)
             shape.append(dim.count(shard.size))
             source.append(kept)
             target.append(slice(offset, offset + _length(kept)))
-        return Placement(param, tuple(shape), tuple(source), tuple(target))
+        return Placement(param, tuple(shape), tuple(source), tuple(target), spec.check)
 
     def entries(self, dim: Dim) -> Tensor:
         """Which entry along `dim` of a parameter belongs to each local feature: int64 `[local_out]` or `[ins.local]`.
@@ -163,13 +175,14 @@ class ExpertAxis:
         """
         if expert is None:
             run = self._run()
-            return Placement(
-                one.param, (len(self.expert_map), *one.shape), (run, *one.source), (slice(0, self.local), *one.target)
+            every = slice(0, self.local)
+            return replace(
+                one, shape=(len(self.expert_map), *one.shape), source=(run, *one.source), target=(every, *one.target)
             )
         if expert >= len(self.expert_map):
             raise KeyError(f"expert {expert} of {len(self.expert_map)}")
         slot = self.expert_map[expert]
-        return None if slot < 0 else Placement(one.param, one.shape, one.source, (slot, *one.target))
+        return None if slot < 0 else replace(one, target=(slot, *one.target))
 
     def _run(self) -> slice:
         """The experts kept here, which must stand in order and side by side to be read from one tensor."""

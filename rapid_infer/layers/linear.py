@@ -39,7 +39,7 @@ class Linear(MatrixModule):
         specs = dict(quant.params(ctx.dtype))
         if bias:
             specs["bias"] = ParamSpec(ctx.dtype, (OUT,))
-        super().__init__(ctx, MatrixLayout(tuple(outs), ins), specs)
+        super().__init__(ctx, MatrixLayout(tuple(outs), ins), specs, quant=quant)
         self.quant = quant
         if not bias:
             self.register_parameter("bias", None)

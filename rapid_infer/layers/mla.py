@@ -55,7 +55,7 @@ class MLAUpProjection(MatrixModule):
 
     def __init__(self, ctx: BuildContext, heads: int, nope: int, v: int, rank: int) -> None:
         layout, quant = MatrixLayout((cut(ctx, None, heads * (nope + v)),), whole(None, rank)), ctx.quant_method()
-        super().__init__(ctx, layout, quant.params(ctx.dtype))
+        super().__init__(ctx, layout, quant.params(ctx.dtype), quant=quant)
         self.quant, self.nope = quant, nope
         self.heads = ctx.parallel.split(heads, "num_attention_heads")
         self.matrix = self.key = self.value = torch.empty(0)

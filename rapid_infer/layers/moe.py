@@ -99,9 +99,9 @@ class Experts(LayerModule):
         specs, axis, what = self.quant.params(ctx.dtype), ExpertAxis(tuple(expert_map)), "features of an expert"
         up, down = ctx.sub("gate_up_proj"), ctx.sub("down_proj")
         halves = tuple(cut_expert(up, name, intermediate_size, what) for name in (0, 1))
-        self.gate_up_proj = MatrixModule(up, MatrixLayout(halves, whole(None, hidden_size)), specs, axis)
+        self.gate_up_proj = MatrixModule(up, MatrixLayout(halves, whole(None, hidden_size)), specs, axis, self.quant)
         inputs = cut_expert(down, None, intermediate_size, what)
-        self.down_proj = MatrixModule(down, MatrixLayout((whole(None, hidden_size),), inputs), specs, axis)
+        self.down_proj = MatrixModule(down, MatrixLayout((whole(None, hidden_size),), inputs), specs, axis, self.quant)
         self.quant.bind(self, ctx)
 
     def finalize_weights(self) -> None:

@@ -6,10 +6,11 @@ A module may implement `Loadable`; any other module's parameters are taken whole
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeGuard
 
-from torch import nn
+from torch import Tensor, nn
 
 Part = str | int | None
 """Which piece of a merged parameter a tensor is: "q", "k", "v", 0, 1, or None for the whole."""
@@ -19,13 +20,17 @@ Part = str | int | None
 class Placement:
     """One copy: `param[target] = tensor[source]`, for a checkpoint tensor of exactly `shape`.
 
-    `source` and `target` have one slice per leading dimension; missing trailing dimensions are taken whole.
+    `source` and `target` have one slice per leading dimension; missing trailing dimensions are taken whole. `check`
+    says what is wrong with values of the tensor, or None. `store`, if there is one, takes the values instead, and
+    writes what it makes of them to `target`.
     """
 
     param: nn.Parameter
     shape: tuple[int, ...]
     source: tuple[slice, ...] = ()
     target: tuple[slice | int, ...] = ()
+    check: Callable[[Tensor], str | None] | None = None
+    store: Callable[[Tensor], None] | None = None
 
 
 class Loadable(Protocol):

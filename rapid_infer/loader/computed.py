@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from rapid_infer.loader.headers import TensorInfo
 from rapid_infer.loader.index_map import is_scalar
+from rapid_infer.quant.stored import KV_SCALES
 
 ROTARY = frozenset({"inv_freq", "original_inv_freq", "cos_cached", "sin_cached", "cos_sin_cache"})
 MASKS = frozenset({"bias", "causal_mask"})
+KV_SCALE = "the KV cache is kept in the model's type"
 
 
 def why_computed(info: TensorInfo) -> str | None:
@@ -24,6 +26,8 @@ def why_computed(info: TensorInfo) -> str | None:
         square = len(info.shape) == 4 and info.shape[:2] == (1, 1) and info.shape[2] == info.shape[3]
         if (leaf in MASKS and square) or (leaf == "masked_bias" and is_scalar(info.shape)):
             return "causal mask, computed"
+    if leaf in KV_SCALES and is_scalar(info.shape[1:]):
+        return KV_SCALE
     if leaf == "position_ids" and not info.dtype.is_floating_point:
         return "positions, computed"
     return None

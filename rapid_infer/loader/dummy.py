@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -19,15 +20,20 @@ def load_dummy(model: nn.Module, *, scale: float = 0.02) -> None:
 
     Seeded by the parameter's dotted name alone, so values depend neither on order nor on other parameters; a shared
     parameter counts once, under its first name. Vectors named `*norm*.weight` are 1; integers are uniform over their
-    type.
+    type. What a weight format stores is made as it says (`ParamSpec.dummy`), so that its matrices are such weights.
     """
     with torch.no_grad():
         for name, param in model.named_parameters():
             assert not param.is_meta, f"{name} is still on the meta device"
+            generator = _generator(name, param.device)
+            path, _, leaf = name.rpartition(".")
+            spec = getattr(model.get_submodule(path), "specs", {}).get(leaf)
             if _is_norm(name, param):
                 param.data.fill_(1)
+            elif spec is not None and spec.dummy is not None:
+                _fill_made(param.data, generator, spec.dummy)
             else:
-                _fill(param.data, _generator(name, param.device), scale)
+                _fill(param.data, generator, scale)
 
 
 def _is_norm(name: str, param: nn.Parameter) -> bool:
@@ -45,6 +51,14 @@ def _fill(values: torch.Tensor, generator: torch.Generator, scale: float) -> Non
     chunks = values.view(-1).split(CHUNK) if values.is_contiguous() else (values,)
     for chunk in chunks:
         _fill_chunk(chunk, generator, scale)
+
+
+def _fill_made(values: torch.Tensor, generator: torch.Generator, make: Callable[..., torch.Tensor]) -> None:
+    def noise(shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=values.device).normal_(generator=generator)
+
+    for chunk in values.view(-1).split(CHUNK):
+        chunk.copy_(make(noise, tuple(chunk.shape)))
 
 
 def _fill_chunk(chunk: torch.Tensor, generator: torch.Generator, scale: float) -> None:

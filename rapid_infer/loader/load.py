@@ -13,9 +13,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from rapid_infer.errors import WeightError
+from rapid_infer.loader.computed import KV_SCALE
 from rapid_infer.loader.copies import Copy
 from rapid_infer.loader.inventory import Inventory, Read
-from rapid_infer.loader.plan import plan_load
+from rapid_infer.loader.plan import BYTES, plan_load
 from rapid_infer.loader.progress import Progress, silent
 from rapid_infer.loader.weight_map import WeightMap
 
@@ -54,6 +56,10 @@ def load_weights(
             "Set tie_word_embeddings to false in %s to silence this",
             *(plan.directory / "config.json", name, plan.directory / "config.json"),
         )
+    if scales := [name for name, why in plan.ignored.items() if why == KV_SCALE]:
+        logger.warning(
+            "%d scales of a quantized KV cache, such as %s, are not used: %s", len(scales), scales[0], KV_SCALE
+        )
     done = 0
     bytes_of: dict[str, int] = {}
     with torch.no_grad(), (progress or silent)(plan.bytes_to_read) as advance:
@@ -82,8 +88,17 @@ def _run_copy(copy: Copy, read: Read) -> int:
     """Performs one copy; the bytes it read."""
     param = copy.placement.param
     assert not param.is_meta, f"the parameter for {copy.info.name} is still on the meta device"
-    region = param.data[copy.placement.target]
     values, nbytes = copy.read(partial(read, copy.info.name))
+    if copy.placement.check is not None and (fault := copy.placement.check(values)):
+        raise WeightError(
+            f"{copy.info.file}: tensor {copy.info.name}: {fault}; fetch the file again or use another checkpoint"
+        )
+    if copy.placement.store is not None:
+        copy.placement.store(values)
+        return nbytes
+    region = param.data[copy.placement.target]
+    if values.dtype in BYTES:
+        values = values.view(param.dtype)
     if values.numel() == 1:
         values = values.reshape(region.shape)
     assert region.shape == values.shape, f"{copy.info.name}: {list(values.shape)} for {list(region.shape)}"

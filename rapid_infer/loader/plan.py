@@ -23,7 +23,9 @@ from rapid_infer.loader.ties import give_own_parameter, same_values, tied_names
 from rapid_infer.loader.weight_map import TIED, WeightMap
 
 CASTABLE = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
-"""Types that may be cast into one another; any other type must match exactly."""
+"""Types that may be cast into one another."""
+BYTES = frozenset({torch.uint8, torch.int8, torch.float8_e8m0fnu})
+"""Types whose bytes files call by each other's names. Any other type must match exactly."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,8 @@ class _Planner:
             if self._is_absent(target.path):
                 self.remote[info.name] = None
                 return
-            why = why_computed(info)
+            module = self.modules.get(target.path)
+            why = why_computed(info) or getattr(module, "ignored", {}).get(target.leaf)
             if why is None:
                 self.problems.append(Problem(Kind.UNEXPECTED, info.name, self._why_homeless(target)))
             else:
@@ -210,7 +213,9 @@ class _Planner:
             self.problems.append(Problem(Kind.TWICE, info.name, f"{where} is already filled by {rival}"))
             return
         fits = shape == wanted or (is_scalar(shape) and is_scalar(wanted))
-        casts = info.dtype == dtype or {info.dtype, dtype} <= CASTABLE
+        casts = info.dtype == dtype or {info.dtype, dtype} <= CASTABLE or {info.dtype, dtype} <= BYTES
+        if placement.store is not None:
+            casts = info.dtype in CASTABLE
         if not fits:
             detail = f"checkpoint {list(shape)}, model {list(wanted)} for {where}"
             self.problems.append(Problem(Kind.SHAPE, info.name, detail, shape, wanted))
@@ -218,7 +223,8 @@ class _Planner:
             detail = f"checkpoint {_dtype_name(info.dtype)}, model {_dtype_name(dtype)} for {where}"
             self.problems.append(Problem(Kind.DTYPE, info.name, detail))
         if fits and casts:
-            _assert_consistent(placement, where)
+            if placement.store is None:
+                _assert_consistent(placement, where)
             self.copies.append(Copy(info, placement, index))
 
     def _is_absent(self, path: str) -> bool:

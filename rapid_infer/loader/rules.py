@@ -75,6 +75,15 @@ class Rename:
         path, _, leaf = name[:-1].rpartition(".")
         return (replace(trace, path=path, leaf=leaf, index=chain(trace.index, self.index)),) if found and leaf else None
 
+    def undo(self, name: str) -> tuple[str, ...]:
+        """Names of modules that this makes `name` of; none for rules with `*`, which are not undone."""
+        if "*" in self.source.split("."):
+            return ()
+        if not self.target:
+            return (f"{self.source}.{name}",)
+        before, count = _run(self.target, self.at_start).subn(f"{self.source}.", f"{name}.")
+        return (before[:-1],) if count else ()
+
     def _renamed(self, run: re.Match[str]) -> str:
         stars = iter(run.groups())
         parts = self.target.split(".") if self.target else ()
@@ -114,13 +123,22 @@ class Place:
         for source in self.sources:
             if found := _tail(source.path, source.bare).fullmatch(trace.name):
                 known = found.groupdict()
-                above, leaf = known["above"], known["leaf"] or "weight"
+                above, leaf = known["above"], known["leaf"] or known.get("end") or "weight"
                 expert = int(known["expert"]) if "expert" in known else None
                 return tuple(
                     Target(f"{above}{target}", leaf, part, expert, chain(trace.index, index))
                     for target, part, index in source.fills
                 )
         return None
+
+    def undo(self, name: str) -> tuple[str, ...]:
+        """Names of modules that this puts into `name`, the first expert's for all of them."""
+        return tuple(
+            f"{name.removesuffix(target)}{source.path.replace(EXPERT, '0')}"
+            for source in self.sources
+            for target, _, _ in source.fills
+            if not source.bare and f".{name}".endswith(f".{target}")
+        )
 
 
 @dataclass(frozen=True)
@@ -286,7 +304,9 @@ def _run(source: str, at_start: bool) -> re.Pattern[str]:
 def _tail(path: str, bare: bool) -> re.Pattern[str]:
     """For names that end in `path` and a leaf, which may be absent with `bare`."""
     middle = re.escape(path).replace(re.escape(EXPERT), r"(?P<expert>\d+)")
-    return re.compile(rf"(?P<above>(?:.*\.)?){middle}(?:\.(?P<leaf>[^.]+)){'?' if bare else ''}")
+    # gpt-oss writes gate_up_proj_blocks and gate_up_proj_scales for leaves of one tensor of all experts.
+    leaf = r"(?:\.(?P<leaf>[^.]+)|_(?P<end>blocks|scales|bias))?" if bare else r"\.(?P<leaf>[^.]+)"
+    return re.compile(rf"(?P<above>(?:.*\.)?){middle}{leaf}")
 
 
 def _braces(names: tuple[str, ...]) -> str:

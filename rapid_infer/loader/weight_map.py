@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from rapid_infer.errors import PluginError
-from rapid_infer.loader.rules import Ignored, Row, Rule, Target, Tie
+from rapid_infer.loader.rules import Ignored, Place, Rename, Row, Rule, Target, Tie
 
 TIED = Ignored("tied")
 
@@ -78,6 +78,26 @@ class WeightMap:
                     after.extend(result or (trace,))
             traces = tuple(after)
         return traces, dropped, tuple(dict.fromkeys(matched))
+
+    def sources(self, module: str) -> tuple[str, ...]:
+        """Names that a checkpoint may have for what fills `module`, one for each part, and one expert's for experts.
+
+        The table read backwards: for files that are not there. Of several names for a part it gives the longest.
+        """
+        places = (rule.undo(module) for rule in self.rules if isinstance(rule, Place))
+        names = dict.fromkeys(next(filter(None, places), (module,)), False)
+        for rule in reversed(self.rules):
+            for name, started in list(names.items()):
+                # What the start of a name was before tells nothing of a name that began otherwise.
+                if not isinstance(rule, Rename) or (started and rule.at_start) or not (before := rule.undo(name)):
+                    continue
+                del names[name]
+                names |= dict.fromkeys(before, started or rule.at_start)
+        return tuple(name for name in names if self._fills(f"{name}.weight", module))
+
+    def _fills(self, name: str, module: str) -> bool:
+        targets = self.resolve(name)
+        return not isinstance(targets, Ignored) and any(target.path == module for target in targets)
 
     def rows(self) -> list[Row]:
         """The table as (kind, source, target, note), in order."""

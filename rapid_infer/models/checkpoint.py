@@ -28,9 +28,15 @@ class Checkpoint:
     def architecture(self) -> str:
         return self.raw["architectures"][0]
 
-    @property
+    @cached_property
     def quantization_config(self) -> dict[str, Any] | None:
-        return self.raw.get("quantization_config") or self._text.get("quantization_config")
+        """Of config.json, else of the file beside it that older tools write; `quant_method` says whose it is.
+
+        ConfigError where two of them name unlike algorithms.
+        """
+        from rapid_infer.models.quantization import quantization_config
+
+        return quantization_config(self.path, (self.raw, self._text))
 
     @property
     def _text(self) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.attention_params import AttentionParams, lacks
+from rapid_infer.ops.quantized import QuantizedMatrix, pack_int4, unpack_int4
+from rapid_infer.ops.reference.dequantize import dequantize
 from rapid_infer.ops.reference.embedding import embedding
 from rapid_infer.ops.reference.fused_experts import fused_experts
 from rapid_infer.ops.reference.gumbel_argmax import gumbel_argmax
@@ -12,6 +14,8 @@ from rapid_infer.ops.reference.mla_attention import mla_context, mla_decode
 from rapid_infer.ops.reference.mla_kv_write import mla_kv_write
 from rapid_infer.ops.reference.mla_prefill import mla_prefill
 from rapid_infer.ops.reference.paged_attention import paged_attention
+from rapid_infer.ops.reference.quantized_experts import quantized_experts
+from rapid_infer.ops.reference.quantized_linear import quantized_linear
 from rapid_infer.ops.reference.rms_norm import fused_add_rms_norm, rms_norm
 from rapid_infer.ops.reference.rope_kv_write import qk_norm_rope_kv_write
 from rapid_infer.ops.reference.route_experts import route_experts
@@ -29,8 +33,10 @@ __all__ = [
     "Op",
     "OpInfo",
     "OpResolver",
+    "QuantizedMatrix",
     "commit_tokens",
     "decode_inputs",
+    "dequantize",
     "embedding",
     "fused_add_rms_norm",
     "fused_experts",
@@ -47,8 +53,11 @@ __all__ = [
     "mla_kv_write",
     "mla_prefill",
     "op",
+    "pack_int4",
     "paged_attention",
     "qk_norm_rope_kv_write",
+    "quantized_experts",
+    "quantized_linear",
     "register",
     "register_lazy",
     "rms_norm",
@@ -56,4 +65,5 @@ __all__ = [
     "router_logits",
     "silu_and_mul",
     "truncate_logits",
+    "unpack_int4",
 ]

@@ -1,4 +1,4 @@
-"""The contract of a weight format, and the choice of one from a checkpoint's `quantization_config`."""
+"""The contract of a weight format, and of a scheme, which says what format each module has."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from rapid_infer.errors import ConfigError, PluginError
 from rapid_infer.ops.registry import BoundOp
 from rapid_infer.quant.param_spec import ParamSpec
-from rapid_infer.registry import EntryPointTable
 
 
 class OpContext(Protocol):
@@ -104,32 +102,3 @@ class QuantScheme(Protocol):
     def head(self, module: str) -> HeadMethod:
         """Of a head that is not tied to the embedding."""
         ...
-
-
-def select_scheme(quantization_config: Mapping[str, Any] | None) -> QuantScheme:
-    """The scheme for a checkpoint. ConfigError, naming method and supported ones, when none is installed for it.
-
-    Schemes are classes with `from_config(dict)`, found under the entry-point group `rapid_infer.quantization` by
-    `quant_method`. PluginError for one that is no `QuantScheme`.
-    """
-    from rapid_infer.quant.plain import PlainScheme
-
-    if not quantization_config:
-        return PlainScheme()
-    table = EntryPointTable("rapid_infer.quantization")
-    method = quantization_config.get("quant_method") or quantization_config.get("quant_algo")
-    if method not in table.names():
-        supported = ", ".join(["none (bfloat16, float16, float32)", *table.names()])
-        raise ConfigError(
-            f"config.json says the weights are quantized with quant_method={method!r}, which nothing installed "
-            f"supports (supported: {supported}); use an unquantized checkpoint or "
-            f"install a package for {method!r}"
-        )
-    cls: Any = table.load(table.lookup(method))
-    scheme = cls.from_config(quantization_config)
-    if missing := [name for name in ("method", "experts", "head") if not callable(getattr(scheme, name, None))]:
-        raise PluginError(
-            f"quant_method={method!r}: {cls.__module__}:{cls.__qualname__} has no {', no '.join(missing)}; expected a "
-            "QuantScheme, which may derive from PlainScheme for what it leaves unquantized"
-        )
-    return scheme

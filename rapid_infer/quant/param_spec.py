@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
+
+Noise = Callable[[tuple[int, ...]], Tensor]
+"""Standard normal values fp32 of a shape."""
 
 
 @dataclass(frozen=True)
@@ -18,9 +23,10 @@ class Dim:
     (eight 4-bit values in an int32): such a cut is refused. `whole`: every rank keeps all entries, whatever is cut.
 
     "part" is one entry for each part of a merged matrix, of which the checkpoint has a tensor without this dimension.
+    "value" is `group` entries that always stay together (16 bytes of a block).
     """
 
-    over: Literal["output", "input", "part"]
+    over: Literal["output", "input", "part", "value"]
     group: int | None = 1
     packed: bool = False
     whole: bool = False
@@ -50,7 +56,13 @@ class ParamSpec:
     | `(Dim("input", 8, packed=True), OUT)` | eight 4-bit values along the input in an int32 (GPTQ) |
     | `(PART, IN)` | which group an input feature belongs to, which may differ from part to part |
     | `(Dim("input", 128, whole=True), OUT)` | group scales of rows in any order: a rank's share needs all of them |
+
+    `check` is asked about values of the checkpoint, as they are stored, and gives what is wrong with them, or None.
+    `dummy(noise, shape)` makes values for load_format="dummy" out of normal noise, of which `noise(shape)` gives more;
+    by default it is noise of deviation 0.02, or random bits.
     """
 
     dtype: torch.dtype
     dims: tuple[Dim, ...] = (OUT, IN)
+    check: Callable[[Tensor], str | None] | None = None
+    dummy: Callable[[Noise, tuple[int, ...]], Tensor] | None = None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -16,18 +18,21 @@ from rapid_infer.cache.pools import divide_layers, shared_pools
 from rapid_infer.cache.spec import CacheGroup, CacheSpec
 from rapid_infer.config import EngineConfig
 from rapid_infer.device import available_host_memory, gpu_info
-from rapid_infer.errors import ConfigError, PluginError
+from rapid_infer.errors import ConfigError, PluginError, WeightError
 from rapid_infer.layers.attention import CachedModule
 from rapid_infer.layers.context import BuildContext
 from rapid_infer.layers.matrix import MatrixModule
 from rapid_infer.loader.dummy import load_dummy
+from rapid_infer.loader.inventory import Inventory
 from rapid_infer.loader.load import LoadReport, finalize, load_weights
 from rapid_infer.loader.progress import Progress
+from rapid_infer.loader.stored import stored_modules
+from rapid_infer.loader.weight_map import WeightMap
 from rapid_infer.models.checkpoint import Checkpoint
 from rapid_infer.ops.registry import OpResolver
 from rapid_infer.parallel import ParallelState
 from rapid_infer.profiling import traced
-from rapid_infer.quant import select_scheme
+from rapid_infer.quant import OnlineScheme, PlainScheme, QuantScheme, select_scheme
 from rapid_infer.worker.contract import check_model
 from rapid_infer.worker.memory import MORE_ROOM, MemoryProfile
 
@@ -71,15 +76,42 @@ def build_model(
         dtype=getattr(torch, config.model.dtype),
         ops=ops,
         max_positions=config.model.max_model_len,
-        quant=select_scheme(checkpoint.quantization_config),
         block_size=config.cache.block_size,
     )
+    ctx = replace(ctx, quant=_scheme(cls, checkpoint, config, model_config, ctx))
     with torch.device(device), torch.no_grad():
         model = cls(model_config, ctx)
     check_model(model, model_config, checkpoint.architecture)
     _check_names(model)
     _shorten_lookups(model)
     return BuiltModel(model.eval(), model_config, ops)
+
+
+def _scheme(
+    cls: Any, checkpoint: Checkpoint, config: EngineConfig, model_config: Any, ctx: BuildContext
+) -> QuantScheme:
+    """How each module is stored, by what the config says and what the files have. ConfigError, WeightError."""
+    declared, wanted = checkpoint.quantization_config, config.model.quantization
+    if wanted is not None:
+        if declared:
+            raise ConfigError(
+                f"quantization={wanted!r} is for 16-bit checkpoints, and {checkpoint.path} is quantized already "
+                f"(quant_method={declared['quant_method']!r}): leave quantization out"
+            )
+        return OnlineScheme(wanted)
+    if not declared:
+        return PlainScheme()
+    weight_map = inspect.getattr_static(cls, "weight_map")
+    if not isinstance(weight_map, WeightMap):
+        # It follows from the instance.
+        with torch.device("meta"), torch.no_grad():
+            weight_map = cls(model_config, ctx).weight_map
+    inventory = None
+    if config.model.load_format != "dummy":
+        # What is wrong with the files is for those to say who read them; some only count.
+        with suppress(WeightError):
+            inventory = Inventory.scan(checkpoint.path)
+    return select_scheme(declared, stored_modules(weight_map, inventory))
 
 
 def _check_names(model: nn.Module) -> None:

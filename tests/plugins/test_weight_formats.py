@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from rapid_infer import SamplingParams
 from rapid_infer.errors import PluginError
 from rapid_infer.ops import fused_experts
-from rapid_infer.quant import OUT, Dim, ParamSpec, PlainMethod, select_scheme
+from rapid_infer.quant import OUT, Dim, ParamSpec, PlainMethod, StoredModules, select_scheme
 
 ROWS = Dim("input", None)
 
@@ -72,8 +72,9 @@ class RowsScheme:
     asked: list[str] = []  # noqa: RUF012
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> RowsScheme:
+    def from_config(cls, config: Mapping[str, Any], modules: StoredModules) -> RowsScheme:
         assert config["quant_method"] == "rows"
+        assert [part.name for part in modules.of("layers.0.self_attn.o_proj")] == ["model.layers.0.self_attn.o_proj"]
         return cls()
 
     def method(self, module: str) -> RowsLinear:
@@ -110,7 +111,7 @@ def rounded(source: Path, into: Path) -> tuple[Path, Path]:
 
 class Incomplete:
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Incomplete:
+    def from_config(cls, config: Mapping[str, Any], modules: StoredModules) -> Incomplete:
         return cls()
 
     def method(self, module: str) -> PlainMethod:

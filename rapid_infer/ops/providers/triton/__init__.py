@@ -27,6 +27,8 @@ for _op, _module in (
     ("router_logits", "experts.router"),
     ("route_experts", "experts.router"),
     ("fused_experts", "experts.fused_experts"),
+    ("quantized_linear", "quantized.linear"),
+    ("dequantize", "quantized.dequantize"),
     ("embedding", "embedding"),
     ("commit_tokens", "step.inputs"),
 ):

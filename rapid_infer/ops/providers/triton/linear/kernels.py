@@ -17,7 +17,7 @@ _FIXED = ["M", "iters"]
 
 
 @triton.jit
-def _prefetch(weight_ptr, rows, K, start, LINES: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr):
+def prefetch(weight_ptr, rows, K, start, LINES: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr):
     """Ask for LINES lines of 128 bytes (LINE elements) of each weight row, from `start` on, into L2."""
     if PDL and LINES > 0:
         column = tl.minimum(start + tl.arange(0, LINES) * LINE, K - LINE)
@@ -50,7 +50,7 @@ def _write(
 
 
 @triton.jit
-def _finish(
+def finish(
     acc, up, out_ptr, index_ptr, partial_ptr, semaphore_ptr, m, n, M, N,
     BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr, ARGMAX: tl.constexpr,
 ):  # fmt: skip
@@ -121,9 +121,9 @@ def dot_kernel(
     n = row + tl.arange(0, BLOCK_N)
     # Rows past the end are read again rather than masked: their results are not stored.
     rows = tl.minimum(n, N - 1).to(tl.int64)
-    _prefetch(weight_ptr, rows, K, first, LINES, LINE, PDL)
+    prefetch(weight_ptr, rows, K, first, LINES, LINE, PDL)
     if GATED:
-        _prefetch(weight_ptr, rows + N, K, first, LINES, LINE, PDL)
+        prefetch(weight_ptr, rows + N, K, first, LINES, LINE, PDL)
     wait_previous(PDL)
     m = tl.arange(0, ROWS)
     x_row = x_ptr + m[:, None].to(tl.int64) * x_stride
@@ -148,7 +148,7 @@ def dot_kernel(
             up = _product(x, tile, up, WEIGHT_FIRST)
     if WEIGHT_FIRST:
         acc, up = tl.trans(acc), tl.trans(up)
-    _finish(
+    finish(
         acc, up, out_ptr, index_ptr, partial_ptr, semaphore_ptr, m, n, M, N, BLOCK_N, SPLITS, GATED, ARGMAX
     )  # fmt: skip
 
@@ -188,7 +188,7 @@ def gemv_kernel(
     total_up = total
     if GATED:
         total_up = tl.sum(up, axis=1)[None, :]
-    _finish(
+    finish(
         total, total_up, out_ptr, index_ptr, partial_ptr, semaphore_ptr, tl.arange(0, 1), n, M, N,
         BLOCK_N, SPLITS, GATED, ARGMAX,
     )  # fmt: skip

@@ -1,0 +1,160 @@
+"""Stored bytes to 16-bit values in registers, four bytes at a time; in the interpreter, by arithmetic, in fp32.
+
+All values are exact. Those of e2m1 and e4m3 come from their own bits, moved to where the wider type has exponent and
+mantissa, and a power of two that makes up for the difference of the exponents' biases; of codes 0..15 the bits become
+the mantissa of 128 + code (1024 + code in fp16), from which 128 + zero is subtracted.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rapid_infer.ops.providers.triton.facts import INTERPRETED
+
+_PLAIN = tl.constexpr(INTERPRETED)
+_SPREAD = "prmt.b32 a, {source}, 0, 0x4140; prmt.b32 b, {source}, 0, 0x4342;"
+
+
+def _fp8() -> str:
+    """e4m3 has 4 bits of exponent, bias 7: moved by 4 bits it is off by 2^120 in bf16."""
+    line = "and.b32 m, {r}, 0x7fff7fff; shr.b32 m, m, 4; lop3.b32 m, {r}, 0x80008000, m, 0xea; mul.bf16x2 {out}, m, c;"
+    return (
+        "{.reg .b32 a, b, m, c; mov.b32 c, 0x7b807b80; prmt.b32 a, 0, $2, 0x5040; prmt.b32 b, 0, $2, 0x7060;"
+        + line.format(r="a", out="$0") + line.format(r="b", out="$1") + "}"
+    )  # fmt: skip
+
+
+def _int4(one: str) -> str:
+    """`one`: the bits of 128 or 1024, twice."""
+    low, high = "lop3.b32 {out}, {r}, 0x000f000f, " + one + ", 0xea;", "shr.b32 {r}, {r}, 4;"
+    pairs = (("a", "$0", "$2"), ("b", "$1", "$3"))
+    body = "".join(low.format(r=r, out=a) + high.format(r=r) + low.format(r=r, out=b) for r, a, b in pairs)
+    return "{.reg .b32 a, b;" + _SPREAD.format(source="$4") + body + "}"
+
+
+def _fp4(shift: int, mask: str) -> str:
+    """Three bits, moved by `shift` to `mask`, and the sign, from bit 3 of a code to bit 15."""
+    step = "shl.b32 m, {r}, {by}; and.b32 m, m, " + mask + ";"
+    sign = "shl.b32 s, {r}, {to}; lop3.b32 {out}, s, 0x80008000, m, 0xea;"
+    # The high code stands four bits further up.
+    places = (("a", "$0", shift, 12), ("b", "$1", shift, 12), ("a", "$2", shift - 4, 8), ("b", "$3", shift - 4, 8))
+    body = "".join(step.format(r=r, by=by) + sign.format(r=r, to=to, out=out) for r, out, by, to in places)
+    return "{.reg .b32 a, b, m, s;" + _SPREAD.format(source="$4") + body + "}"
+
+
+_FP8 = tl.constexpr(_fp8())
+_INT4_BF16, _INT4_FP16 = tl.constexpr(_int4("0x43004300")), tl.constexpr(_int4("0x64006400"))
+_FP4_BF16, _FP4_FP16 = tl.constexpr(_fp4(6, "0x01c001c0")), tl.constexpr(_fp4(9, "0x0e000e00"))
+
+
+@triton.jit
+def fp8_values(tile, DTYPE: tl.constexpr):
+    """e4m3 to DTYPE."""
+    if _PLAIN:
+        return tile.to(tl.float32)
+    elif tl.bfloat16 == DTYPE:
+        bytes_ = tile.to(tl.uint8, bitcast=True)
+        return tl.inline_asm_elementwise(_FP8, "=r,=r,r", [bytes_], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        return tile.to(DTYPE)
+
+
+@triton.jit
+def fp8_codes(values):
+    """The nearest e4m3 of fp32 values from -448 to 448, as bytes."""
+    if _PLAIN:
+        # The interpreter's own conversion is wrong where rounding carries into the exponent.
+        size = tl.abs(values)
+        bits = size.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
+        subnormal = ((size * 512 + 8388608.0) - 8388608.0).to(tl.int32)
+        code = tl.where(size < 0.015625, subnormal, normal)
+        return tl.where(values < 0, code | 128, code).to(tl.uint8)
+    else:
+        return values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def _pairwise(OP: tl.constexpr, a, b, DTYPE: tl.constexpr):
+    """`a OP b`, two values an instruction, which the compiler alone does not see."""
+    if _PLAIN:
+        if OP == "sub":
+            return a - b.to(tl.float32)
+        else:
+            return a * b.to(tl.float32)
+    elif tl.bfloat16 == DTYPE:
+        return tl.inline_asm_elementwise(
+            OP + ".bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=DTYPE, is_pure=True, pack=2
+        )
+    else:
+        return tl.inline_asm_elementwise(OP + ".f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=DTYPE, is_pure=True, pack=2)
+
+
+@triton.jit
+def _spread(groups, N: tl.constexpr, BYTES: tl.constexpr, COUNT: tl.constexpr):
+    """`[N, COUNT]` to `[N, BYTES]`, each value repeated."""
+    return tl.reshape(tl.broadcast_to(groups[:, :, None], [N, COUNT, BYTES // COUNT]), [N, BYTES])
+
+
+@triton.jit
+def int4_values(
+    tile, zero_low, zero_high, N: tl.constexpr, BYTES: tl.constexpr, COUNT: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Low and high codes of bytes `[N, BYTES]` minus their zeros `[N, COUNT]`, fp32."""
+    if _PLAIN:
+        low, high = (tile & 15).to(tl.float32), (tile >> 4).to(tl.float32)
+        offset = 0.0
+    elif tl.bfloat16 == DTYPE:
+        low, high = tl.inline_asm_elementwise(
+            _INT4_BF16, "=r,=r,=r,=r,r", [tile], dtype=(DTYPE, DTYPE), is_pure=True, pack=4
+        )
+        offset = 128.0
+    else:
+        low, high = tl.inline_asm_elementwise(
+            _INT4_FP16, "=r,=r,=r,=r,r", [tile], dtype=(DTYPE, DTYPE), is_pure=True, pack=4
+        )
+        offset = 1024.0
+    low = _pairwise("sub", low, _spread((zero_low + offset).to(DTYPE), N, BYTES, COUNT), DTYPE)
+    high = _pairwise("sub", high, _spread((zero_high + offset).to(DTYPE), N, BYTES, COUNT), DTYPE)
+    return low, high
+
+
+@triton.jit
+def scaled(values, scale, N: tl.constexpr, BYTES: tl.constexpr, COUNT: tl.constexpr, DTYPE: tl.constexpr):
+    """values `[N, BYTES]` times scale `[N, COUNT]`, fp32, rounded to DTYPE."""
+    return _pairwise("mul", values, _spread(scale.to(DTYPE), N, BYTES, COUNT), DTYPE)
+
+
+FP4_SHIFT_BF16, FP4_SHIFT_FP16 = tl.constexpr(60), tl.constexpr(9)
+
+
+@triton.jit
+def fp4_values(tile, DTYPE: tl.constexpr):
+    """Low and high e2m1 values, over the power of two that `fp4_factor` has."""
+    if _PLAIN:
+        return _fp4_plain(tile & 15), _fp4_plain(tile >> 4)
+    elif tl.bfloat16 == DTYPE:
+        return tl.inline_asm_elementwise(_FP4_BF16, "=r,=r,=r,=r,r", [tile], dtype=(DTYPE, DTYPE), is_pure=True, pack=4)
+    else:
+        return tl.inline_asm_elementwise(_FP4_FP16, "=r,=r,=r,=r,r", [tile], dtype=(DTYPE, DTYPE), is_pure=True, pack=4)
+
+
+@triton.jit
+def _fp4_plain(code):
+    code = code.to(tl.int32)
+    exponent, mantissa = (code >> 1) & 3, code & 1
+    size = tl.where(exponent == 0, mantissa * 2, (2 + mantissa) << exponent).to(tl.float32) / 4
+    return tl.where(code > 7, -size, size)
+
+
+@triton.jit
+def fp4_factors(DTYPE: tl.constexpr):
+    """(what a scale is multiplied by before it meets `fp4_values`, what the sum of the products is then off by)."""
+    # 2^126 (fp16: 2^14) undoes the change of type, but times a scale it may not fit: a part of it is left for the end.
+    if _PLAIN:
+        return 1.0, 1.0
+    elif tl.bfloat16 == DTYPE:
+        return 73786976294838206464.0, 1152921504606846976.0
+    else:
+        return 32.0, 512.0

@@ -1,0 +1,197 @@
+"""The product of few tokens and a quantized matrix: stored bytes are read once and become 16-bit values in registers.
+
+As in `linear.kernels`, a program computes BLOCK_N outputs of all rows over one of SPLITS pieces of K. How scales enter:
+
+* GROUP 0, a scale for a row of the matrix (or several): once, on the sum;
+* partial: BLOCK lies within a group, whose sum is multiplied in fp32;
+* INNER: groups are smaller; values are multiplied in 16 bits, which is exact for e2m1 and rounds codes of int4 once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rapid_infer.ops.providers.triton.launch import start_next, wait_previous
+from rapid_infer.ops.providers.triton.linear.kernels import finish, prefetch
+from rapid_infer.ops.providers.triton.quantized.decode import (
+    fp4_factors,
+    fp4_values,
+    fp8_values,
+    int4_values,
+    scaled,
+)
+
+HALF = tl.constexpr(64)
+"""Bytes of a packed block, see `ops.quantized.PACKED`."""
+
+
+@triton.jit
+def load_scale(ptr, mask=None):
+    """In fp32; bytes are e8m0."""
+    if mask is None:
+        value = tl.load(ptr)
+    else:
+        value = tl.load(ptr, mask=mask, other=0.0)
+    if value.dtype == tl.uint8:
+        # The exponent's own bits, and for 0, which those cannot say, a subnormal.
+        bits = value.to(tl.int32)
+        return tl.where(bits > 0, bits << 23, 1 << 22).to(tl.float32, bitcast=True)
+    else:
+        return value.to(tl.float32)
+
+
+@triton.jit
+def first_column(byte):
+    """Of packed bytes, the column of the low code; the high one's is 64 further."""
+    return byte // HALF * (2 * HALF) + byte % HALF
+
+
+@triton.jit
+def load_bytes(values_ptr, rows, byte, width, EVEN: tl.constexpr):
+    """`[BLOCK_N, BLOCK]` of rows of `width` bytes, zeros behind the end."""
+    at = values_ptr + rows[:, None] * width + byte[None, :]
+    if EVEN:
+        return tl.load(at)
+    elif at.dtype.element_ty == tl.uint8:
+        return tl.load(at, mask=(byte < width)[None, :], other=0)
+    else:
+        return tl.load(at, mask=(byte < width)[None, :], other=0.0)
+
+
+@triton.jit
+def load_x(x_row, column, used, K, WIDE: tl.constexpr):
+    """`[ROWS, BLOCK]`, zeros where a row is not used or a column behind the end."""
+    x = tl.load(x_row + column[None, :], mask=used & (column < K)[None, :], other=0.0)
+    return x.to(tl.float32) if WIDE else x
+
+
+@triton.jit
+def multiply(x, values, acc, WEIGHT_FIRST: tl.constexpr):
+    """acc + x values^T, or its transpose."""
+    if WEIGHT_FIRST:
+        return tl.dot(values, tl.trans(x), acc, input_precision="ieee")
+    else:
+        return tl.dot(x, tl.trans(values), acc, input_precision="ieee")
+
+
+@triton.jit
+def along(scale, WEIGHT_FIRST: tl.constexpr):
+    """A scale of outputs `[BLOCK_N]`, to multiply an accumulator."""
+    return scale[:, None] if WEIGHT_FIRST else scale[None, :]
+
+
+@triton.jit
+def accumulate_fp8(
+    acc, zeros, x_row, used, values_ptr, scale_at, rows, start, K, width, groups,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, WEIGHT_FIRST: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """acc + the product of BLOCK columns from `start` on; `scale_at` points to each row's first scale."""
+    byte = start + tl.arange(0, BLOCK)
+    values = fp8_values(load_bytes(values_ptr, rows, byte, width, EVEN), DTYPE)
+    x = load_x(x_row, byte, used, K, WIDE)
+    if GROUP == 0:
+        return multiply(x, values, acc, WEIGHT_FIRST)
+    else:
+        scale = load_scale(scale_at + tl.minimum(start // GROUP, groups - 1))
+        return acc + multiply(x, values, zeros, WEIGHT_FIRST) * along(scale, WEIGHT_FIRST)
+
+
+@triton.jit
+def accumulate_packed(
+    acc, zeros, x_row, used, values_ptr, scale_at, zero_at, rows, start, K, width, groups, factor,
+    FORM: tl.constexpr, GROUP: tl.constexpr, INNER: tl.constexpr, ZERO: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr, COUNT: tl.constexpr, WEIGHT_FIRST: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The same of BLOCK bytes of two codes each; COUNT groups stand along each half of them."""
+    byte = start + tl.arange(0, BLOCK)
+    column = first_column(byte)
+    tile = load_bytes(values_ptr, rows, byte, width, EVEN)
+    low, high = first_column(start + tl.arange(0, COUNT) * (BLOCK // COUNT)), 0
+    if GROUP == 0:
+        low = low * 0
+        high = low
+    else:
+        high = tl.minimum((low + HALF) // GROUP, groups - 1)
+        low = tl.minimum(low // GROUP, groups - 1)
+    if FORM == "int4":
+        zero_low = tl.full([BLOCK_N, COUNT], 8.0, tl.float32)
+        zero_high = zero_low
+        if ZERO:
+            zero_low = tl.load(zero_at[:, None] + low[None, :]).to(tl.float32)
+            zero_high = tl.load(zero_at[:, None] + high[None, :]).to(tl.float32)
+        first, second = int4_values(tile, zero_low, zero_high, BLOCK_N, BLOCK, COUNT, DTYPE)
+    else:
+        first, second = fp4_values(tile, DTYPE)
+    x_first, x_second = load_x(x_row, column, used, K, WIDE), load_x(x_row, column + HALF, used, K, WIDE)
+    if INNER:
+        scale_low = load_scale(scale_at[:, None] + low[None, :]) * factor
+        scale_high = load_scale(scale_at[:, None] + high[None, :]) * factor
+        acc = multiply(x_first, scaled(first, scale_low, BLOCK_N, BLOCK, COUNT, DTYPE), acc, WEIGHT_FIRST)
+        return multiply(x_second, scaled(second, scale_high, BLOCK_N, BLOCK, COUNT, DTYPE), acc, WEIGHT_FIRST)
+    elif GROUP == 0:
+        return multiply(x_second, second, multiply(x_first, first, acc, WEIGHT_FIRST), WEIGHT_FIRST)
+    else:
+        # Of one group each, and where they are even of the same one, of one sum.
+        group = first_column(start)
+        scale = along(load_scale(scale_at + tl.minimum(group // GROUP, groups - 1)), WEIGHT_FIRST)
+        part = multiply(x_first, first, zeros, WEIGHT_FIRST)
+        if GROUP % 128 == 0:
+            return acc + multiply(x_second, second, part, WEIGHT_FIRST) * scale
+        else:
+            acc += part * scale
+            scale = along(load_scale(scale_at + tl.minimum((group + HALF) // GROUP, groups - 1)), WEIGHT_FIRST)
+            return acc + multiply(x_second, second, zeros, WEIGHT_FIRST) * scale
+
+
+@triton.jit(do_not_specialize=["M", "iters"])
+def product_kernel(
+    x_ptr, values_ptr, scale_ptr, zero_ptr, row_ptr, out_ptr, partial_ptr, semaphore_ptr,
+    M, N, K, width, groups, x_stride, iters,
+    FORM: tl.constexpr, GROUP_N: tl.constexpr, GROUP: tl.constexpr, INNER: tl.constexpr, ZERO: tl.constexpr,
+    ROW_SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, WEIGHT_FIRST: tl.constexpr, EVEN: tl.constexpr, LINES: tl.constexpr,
+    WIDE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`width`: bytes of a row of the matrix, of which BLOCK are taken at a time; `groups`: scales of a row."""
+    start_next(PDL)
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.program_id(1) * iters * BLOCK
+    # Rows past the end are read again rather than masked: their results are not stored.
+    rows = tl.minimum(n, N - 1).to(tl.int64)
+    prefetch(values_ptr, rows, width, first, LINES, 128, PDL)
+    scale_at, zero_at = scale_ptr + rows // GROUP_N * groups, zero_ptr + rows * groups
+    before, after = 1.0, 1.0
+    if FORM == "fp4":
+        before, after = fp4_factors(DTYPE)
+    wait_previous(PDL)
+    m = tl.arange(0, ROWS)
+    x_row = x_ptr + m[:, None].to(tl.int64) * x_stride
+    used = (m < M)[:, None]
+    zeros = tl.zeros([BLOCK_N, ROWS] if WEIGHT_FIRST else [ROWS, BLOCK_N], dtype=tl.float32)
+    acc = zeros
+    for i in tl.range(0, iters, num_stages=STAGES):
+        start = first + i * BLOCK
+        if FORM == "fp8":
+            acc = accumulate_fp8(
+                acc, zeros, x_row, used, values_ptr, scale_at, rows, start, K, width, groups,
+                GROUP, BLOCK, WEIGHT_FIRST, EVEN, WIDE, DTYPE,
+            )  # fmt: skip
+        else:
+            acc = accumulate_packed(
+                acc, zeros, x_row, used, values_ptr, scale_at, zero_at, rows, start, K, width, groups, before,
+                FORM, GROUP, INNER, ZERO, BLOCK_N, BLOCK, COUNT, WEIGHT_FIRST, EVEN, WIDE, DTYPE,
+            )  # fmt: skip
+    if GROUP == 0 and not INNER:
+        acc = acc * along(load_scale(scale_at), WEIGHT_FIRST)
+    if ROW_SCALE:
+        acc = acc * along(tl.load(row_ptr + rows), WEIGHT_FIRST)
+    acc = acc * after
+    if WEIGHT_FIRST:
+        acc = tl.trans(acc)
+    finish(
+        acc, acc, out_ptr, out_ptr, partial_ptr, semaphore_ptr, m, n, M, N, BLOCK_N, SPLITS, False, False
+    )  # fmt: skip
