@@ -131,7 +131,8 @@ def render(text: str) -> str:
 
 def main() -> None:
     stale = []
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+    pages = sorted([*ROOT.glob("*/*/README.md"), *(ROOT / "docs").rglob("*.md")])
+    for page in [ROOT / "README.md", *pages]:
         old = page.read_text(encoding="utf-8")
         new = render(old)
         if new != old:
