@@ -18,7 +18,7 @@ from rapid_infer.testing.conformance import package, ranks, tokens
 from rapid_infer.testing.conformance.case import Case, cases_of, entries_of
 from rapid_infer.testing.conformance.subject import Subject
 
-Check = Callable[[Subject], None]
+Check = Callable[[Subject], str | None]
 
 CHECKS: tuple[Check, ...] = (
     package.config,
@@ -37,7 +37,7 @@ CHECKS: tuple[Check, ...] = (
     ranks.expert_parallel,
     ranks.stages,
 )
-"""Each raises with a message when its docstring does not hold."""
+"""Each raises with a message when its docstring does not hold, and returns why it does not concern a model, if so."""
 
 VARIANT_CHECKS: tuple[Check, ...] = (tokens.logits,)
 """Of the variants of a case."""
@@ -54,17 +54,19 @@ def plan(cases: Sequence[tuple[Entry, Case]]) -> list[tuple[Subject, Check]]:
 
 
 @cache
-def _one_thread() -> None:
-    """Tiny matrices gain nothing from threads and lose much where cores are shared."""
+def _settle() -> None:
+    """One thread: tiny matrices gain nothing from more. No progress bars, of which there would be a hundred."""
     import torch
+    from transformers.utils import logging
 
     torch.set_num_threads(1)
+    logging.disable_progress_bar()
 
 
-def run(subject: Subject, check: Check) -> None:
-    """Raises, with what is wrong, when the check fails."""
-    _one_thread()
-    check(subject)
+def run(subject: Subject, check: Check) -> str | None:
+    """Raises, with what is wrong, when the check fails; else why it does not concern this model, or None."""
+    _settle()
+    return check(subject)
 
 
 def conformance_tests(distribution: str) -> Any:

@@ -22,6 +22,7 @@ class Case:
     sizes        keys of that config which differ from `rapid_infer.testing.TINY`
     variants     by name, further changes; these are compared with the oracle and nothing else
     refuses      changes of config.json that the model must refuse by a ConfigError which names them
+    gain         of random matrices, as in `random_weights`
     ranks        tensor-parallel sizes to compare with one rank
     oracle       "pkg.mod:Class" in place of transformers: made of the checkpoint's path, `logits(sequences)` gives fp32
                  `[n, length, vocab]` of n sequences of one length, `vocab_size` the number of token ids
@@ -32,6 +33,7 @@ class Case:
     sizes: Mapping[str, Any] = field(default_factory=dict)
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     refuses: Sequence[Mapping[str, Any]] = ()
+    gain: float = 1.6
     ranks: Sequence[int] = (2, 4)
     oracle: str | None = None
     checkpoint: str | None = None

@@ -68,7 +68,8 @@ class Subject:
                 from transformers import AutoConfig
 
                 config = AutoConfig.for_model(self.case.model_type, **{**TINY, **self.sizes})
-                make_checkpoint(path, config, dtype=dtype, config_updates={"architectures": [self.entry.name]})
+                named = {"architectures": [self.entry.name]}
+                make_checkpoint(path, config, dtype=dtype, gain=self.case.gain, config_updates=named)
         return path
 
     @cached_property
