@@ -23,6 +23,7 @@ from rapid_infer.ops import OPS, load_providers
 from rapid_infer.ops.registry import Provider
 from rapid_infer.registry import ModelRegistry
 from rapid_infer.server.schema import ChatRequest, CompletionRequest
+from rapid_infer.testing.conformance import CHECKS, Case
 
 ROOT = Path(__file__).resolve().parent.parent
 PART = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -34,8 +35,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "".join("| " + " | ".join(str(cell) for cell in line) + " |\n" for line in lines)
 
 
-def _described_fields(cls: type) -> str:
-    """Fields, defaults and the aligned descriptions in the class's docstring."""
+def _descriptions(cls: type) -> dict[str, str]:
+    """Fields and the aligned descriptions in the class's docstring."""
     described: dict[str, str] = {}
     name = ""
     for line in (cls.__doc__ or "").splitlines():
@@ -45,6 +46,12 @@ def _described_fields(cls: type) -> str:
             described[name] += " " + line.strip()
         else:
             name = ""
+    return described
+
+
+def _described_fields(cls: type) -> str:
+    """Fields, defaults and descriptions."""
+    described = _descriptions(cls)
     rows = []
     for field in dataclasses.fields(cls):
         default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore
@@ -88,6 +95,14 @@ def remap(architecture: str) -> str:
     return "```\n" + str(ModelRegistry.resolve(architecture).weight_map) + "\n```\n"  # type: ignore[attr-defined]
 
 
+def conformance_case() -> str:
+    return table(("key", "meaning"), [(f"`{name}`", said) for name, said in _descriptions(Case).items()])
+
+
+def conformance_checks() -> str:
+    return table(("check", "promise"), [(f"`{one.__name__}`", " ".join((one.__doc__ or "").split())) for one in CHECKS])
+
+
 def request_fields(kind: type) -> str:
     """Of a request over HTTP: what is supported, ignored and refused, from the schema."""
     hints = get_type_hints(kind, include_extras=True)
@@ -116,6 +131,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "chat fields": partial(request_fields, ChatRequest),
     "completion fields": partial(request_fields, CompletionRequest),
     "serve options": serve_options,
+    "conformance case": conformance_case,
+    "conformance checks": conformance_checks,
     "operators": operators,
     "models": models,
     "llama remap": partial(remap, "LlamaForCausalLM"),
@@ -131,7 +148,8 @@ def render(text: str) -> str:
 
 def main() -> None:
     stale = []
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+    pages = sorted([*ROOT.glob("*/*/README.md"), *(ROOT / "docs").rglob("*.md")])
+    for page in [ROOT / "README.md", *pages]:
         old = page.read_text(encoding="utf-8")
         new = render(old)
         if new != old:

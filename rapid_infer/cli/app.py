@@ -23,6 +23,7 @@ COMMANDS: dict[str, str] = {
     "verify": "rapid_infer.cli.verify:verify",
     "warm-up": "rapid_infer.cli.warm_up:warm_up",
     "doctor": "rapid_infer.cli.doctor:doctor",
+    "plugin": "rapid_infer.cli.plugin:plugin",
 }
 """Command -> its function, or the Typer app of a group. The first line of its docstring is its line in `--help`."""
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from rapid_infer import LLM, SamplingParams
 from rapid_infer.ops import OPS, load_providers
 from rapid_infer.outputs import RequestOutput
+from rapid_infer.testing.acted_graphs import ActingRecorder
 from rapid_infer.worker import model_runner
-
-sys.path.insert(0, str(Path(__file__).parent))
-from acted_graphs import ActingRecorder
 
 VOCAB = 97
 OPTIONS: dict[str, Any] = {"block_size": 4, "max_model_len": 96, "max_num_seqs": 4}

@@ -12,13 +12,11 @@ import pytest
 import rapid_infer
 from rapid_infer import LLM, SamplingParams
 from rapid_infer.ops import OPS, load_providers
-
-sys.path.insert(0, str(Path(__file__).parent))
-from acted_graphs import ActingRecorder
+from rapid_infer.testing.acted_graphs import ActingRecorder
 
 ROOT = Path(rapid_infer.__file__).parent
-MODEL = ("layers/", "ops/", "parallel/", "quant/")
-"""What a model and its operators consist of."""
+MODEL = ("layers/", "ops/", "parallel/", "quant/", "testing/")
+"""What a model and its operators consist of, and the recorder that acts in a GPU's place."""
 BESIDE = {"profiling.py", "engine/step_plan.py", "cache/manager.py", "cache/block_pool.py"}
 """Spans that are off, a property of the plan, blocks that wait for the end of a step: nothing is handed on there."""
 

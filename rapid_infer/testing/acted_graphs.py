@@ -10,8 +10,8 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
+from unittest.mock import patch
 
-import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -67,8 +67,7 @@ class _Recording(TorchDispatchMode):
             with _disable_current_modes():
                 return self.note(bound.fn, args, kwargs, [given[name] for name in op.mutates])
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(BoundOp, "__call__", call)
+        with patch.object(BoundOp, "__call__", call):
             yield
         assert BoundOp.__call__ is launch
 

@@ -1,0 +1,1 @@
+"""Gemma2ForCausalLM for rapid_infer."""
