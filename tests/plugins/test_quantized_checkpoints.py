@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from rapid_infer import ModelRegistry, SamplingParams
 from rapid_infer.config import EngineArgs
 from rapid_infer.errors import ConfigError, WeightError
+from rapid_infer.loader.load import finalize
 from rapid_infer.models.checkpoint import read_checkpoint
 from rapid_infer.ops import OPS, QuantizedMatrix
 from rapid_infer.ops.quantizers import quantize_fp8, quantize_mxfp4, quantize_nvfp4
@@ -126,14 +127,17 @@ def test_dummy_weights_have_the_usual_spread(name: str, tiny: Any, tmp_path: Pat
     assert built.head.weight.numel()
 
 
-def built_model(path: Path, **options: Any) -> Any:
+def built_model(path: Path, on: str = "cpu", **options: Any) -> Any:
     checkpoint = read_checkpoint(path)
     entry = ModelRegistry.lookup(checkpoint.architecture)
     args = EngineArgs(device="cpu", dtype="float32", **options)
     model = configure(checkpoint, entry, args)
-    built = build.build_model(model.cls, checkpoint, model.config, "cpu", model.model_config)
     with torch.inference_mode():
-        build.load(built, checkpoint, model.config)
+        built = build.build_model(model.cls, checkpoint, model.config, on, model.model_config)
+        if on == "meta":
+            finalize(built.model)
+        else:
+            build.load(built, checkpoint, model.config)
     return built.model
 
 
@@ -199,3 +203,27 @@ def test_scales_of_a_quantized_cache_are_told(
     warnings = [record.message for record in caplog.records if "KV cache" in record.message]
     assert len(warnings) == 1
     assert "2 scales of a quantized KV cache, such as model.layers.0.self_attn.k_scale" in warnings[0]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_matrices_without_memory_have_the_same_shapes(model: str, tiny: Any, tmp_path: Path) -> None:
+    """Kernels are compiled for what a model on the meta device launches."""
+    for name in ("fp8-block", "gptq-v2-zeros", "awq", "ct-nvfp4", "mxfp4-experts" if model != "dense" else "ct-mxfp4"):
+        checkpoint, _ = script.quantize_checkpoint(tiny(*MODELS[model]).path, tmp_path / name, name)
+        loaded, empty = built_model(checkpoint), built_model(checkpoint, on="meta")
+        modules = dict(empty.named_modules())
+        for path, module in loaded.named_modules():
+            kind = getattr(module, "quant_kind", None)
+            assert kind == getattr(modules[path], "quant_kind", None), (name, path)
+            for mine, other in zip(_matrices(module), _matrices(modules[path]), strict=True):
+                for part in ("values", "scale", "zero", "row_scale"):
+                    one, two = getattr(mine, part), getattr(other, part)
+                    assert (one is None) == (two is None)
+                    assert one is None or (one.shape, one.dtype, one.stride()) == (two.shape, two.dtype, two.stride())
+
+
+def _matrices(module: Any) -> list[QuantizedMatrix]:
+    quant = getattr(module, "quant", None)
+    if hasattr(quant, "gate_up"):
+        return [quant.gate_up, quant.down]
+    return [quant.converted.matrix] if hasattr(quant, "converted") else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -155,3 +156,34 @@ def test_everything_that_multiplies_is_asked_and_loaded(
     assert model.head.weight.dtype is model.layers.get_submodule("1").mlp.experts.down_proj.weight.dtype is torch.int8
     up = model.layers.get_submodule("0").self_attn.kv_b_proj
     assert (up.matrix.dtype, up.weight.numel(), up.scale.numel()) == (torch.float32, 0, 0)
+
+
+def test_the_example_package(llama: Any, open_llm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Path(__file__).resolve().parents[2] / "examples" / "quantization"
+    project = tomllib.loads((source / "pyproject.toml").read_text())["project"]
+    folder = tmp_path / "site" / "rapid_infer_int8-0.1.0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    entries = [f"{name} = {value}" for name, value in project["entry-points"]["rapid_infer.quantization"].items()]
+    (folder / "entry_points.txt").write_text("\n".join(["[rapid_infer.quantization]", *entries]))
+    monkeypatch.syspath_prepend(str(folder.parent))
+    monkeypatch.syspath_prepend(str(source / "src"))
+    tensors = load_file(llama.path / "model.safetensors")
+    stored, plain = dict(tensors), dict(tensors)
+    for name, value in tensors.items():
+        if "_proj" in name:
+            scale = value.abs().amax(1, keepdim=True) / 127
+            stored[name], stored[f"{name}_scale"] = (value / scale).round().to(torch.int8), scale
+            plain[name] = stored[name].float() * scale
+    outputs = []
+    for kind, content in (("stored", stored), ("plain", plain)):
+        shutil.copytree(llama.path, tmp_path / kind)
+        save_file(content, tmp_path / kind / "model.safetensors")
+        config = json.loads((llama.path / "config.json").read_text())
+        if kind == "stored":
+            config["quantization_config"] = {"quant_method": "int8-rows"}
+        (tmp_path / kind / "config.json").write_text(json.dumps(config))
+        llm = open_llm(tmp_path / kind)
+        outputs.append(llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=4, logprobs=0))[0].outputs[0])
+    assert outputs[0].token_ids == outputs[1].token_ids
+    assert outputs[0].cumulative_logprob == pytest.approx(outputs[1].cumulative_logprob, abs=1e-4)

@@ -45,7 +45,7 @@ def _matrix(
     """packed bytes `[..., out, in / 2]`, scale `[..., out, groups]`."""
     shape = (layout.local_out, layout.ins.local)
     scale, group = spread(layout, (OUT, dim), scale)
-    values = by_expert(lambda two: pack_int4(nibbles(two)[:, : shape[1]]), packed)
+    values = by_expert(lambda two: pack_int4(nibbles(two)[..., : shape[1]]), packed)
     matrix = QuantizedMatrix("fp4", values, scale, shape, group, row_scale=row_scale)
     refuse_zero_scales(what, matrix)
     return matrix

@@ -150,7 +150,7 @@ class GptqFormat(Int4Format):
         return {} if self.ordered else {"g_idx": "all inputs are of one group"}
 
     def convert(self, layout: Any, leaves: Mapping[str, Tensor], what: str) -> Converted:
-        codes = by_expert(lambda words: nibbles(words.mT)[:, : layout.ins.local], leaves["qweight"])
+        codes = by_expert(lambda words: nibbles(words.mT)[..., : layout.ins.local], leaves["qweight"])
         zero = _outputs(layout, nibbles(leaves["qzeros"]) + self.offset).mT.contiguous()
         constant = self.symmetric and (zero.is_meta or bool((zero == CONSTANT_ZERO).all()))
         groups = leaves.get("g_idx")
@@ -201,7 +201,7 @@ class PackedFormat(Int4Format):
         return specs | ({"weight_g_idx": ParamSpec(torch.int32, (PART, IN))} if self.ordered else {})
 
     def convert(self, layout: Any, leaves: Mapping[str, Tensor], what: str) -> Converted:
-        codes = by_expert(lambda words: nibbles(words)[:, : layout.ins.local], leaves["weight_packed"])
+        codes = by_expert(lambda words: nibbles(words)[..., : layout.ins.local], leaves["weight_packed"])
         zero = None
         if not self.symmetric:
             zero = _outputs(layout, nibbles(leaves["weight_zero_point"].mT)).mT.contiguous()
