@@ -25,7 +25,7 @@ from rapid_infer.layers.matrix import MatrixModule
 from rapid_infer.loader.dummy import load_dummy
 from rapid_infer.loader.inventory import Inventory
 from rapid_infer.loader.load import LoadReport, finalize, load_weights
-from rapid_infer.loader.progress import Progress
+from rapid_infer.loader.progress import Progress, terminal_bar
 from rapid_infer.loader.stored import stored_modules
 from rapid_infer.loader.weight_map import WeightMap
 from rapid_infer.models.checkpoint import Checkpoint
@@ -135,7 +135,7 @@ def _shorten_lookups(model: nn.Module) -> None:
 
 
 @traced("worker.load_weights")
-def load(built: BuiltModel, checkpoint: Checkpoint, config: EngineConfig, progress: Progress) -> None:
+def load(built: BuiltModel, checkpoint: Checkpoint, config: EngineConfig, progress: Progress = terminal_bar) -> None:
     """Fill the parameters. WeightError when the checkpoint does not fill them exactly."""
     if config.model.load_format == "dummy":
         load_dummy(built.model)
