@@ -62,8 +62,6 @@ class Fp8Format(Format):
     def convert(self, layout: Any, leaves: Mapping[str, Tensor], what: str) -> Converted:
         scale, group = spread(layout, self.dims, scale_values(leaves[self.scale]))
         shape = (layout.local_out, layout.ins.local)
-        if len(self.dims) == 1 or self.dims[1].group is None:
-            group = (1, shape[1])
         matrix = QuantizedMatrix("fp8", leaves["weight"], scale, shape, group)
         refuse_zero_scales(what, matrix)
         if self.input_scale is None:
