@@ -25,7 +25,7 @@ def new(
     ] = None,
     to: Annotated[Path | None, typer.Option(help="Where to make the folder. Default: here.", metavar="DIR")] = None,
 ) -> None:
-    from rapid_infer.testing.scaffold import write
+    from rapid_infer.cli.scaffold import write
 
     folder = write(name, like, architecture, to)
     for file in sorted(folder.rglob("*.*")):

@@ -33,7 +33,9 @@ def logits(subject: Subject) -> None:
         with subject.open() as llm:
             assert_exact(llm, runs)
     except AssertionError as error:
-        raise AssertionError(f"{error}; {explain(subject, runs[3].prompt)}") from error
+        raise AssertionError(
+            f"{error}; {explain(subject, next(run.prompt for run in runs if len(run.prompt) > 8))}"
+        ) from error
 
 
 def stop_ids(subject: Subject) -> None:
