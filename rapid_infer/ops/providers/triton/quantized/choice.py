@@ -25,6 +25,7 @@ class Config:
     stages: int = 4
     weight_first: bool = False
     ahead: int = 4
+    gemv: bool = False
 
     def fits(self, m: int, n: int) -> bool:
         """Whether the workspace holds the partial sums of `[m, n]` outputs."""

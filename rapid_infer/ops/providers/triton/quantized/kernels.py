@@ -15,9 +15,10 @@ import triton.language as tl
 from rapid_infer.ops.providers.triton.launch import start_next, wait_previous
 from rapid_infer.ops.providers.triton.linear.kernels import finish, prefetch
 from rapid_infer.ops.providers.triton.quantized.decode import (
-    fp4_factors,
+    fp4_factor,
     fp4_values,
     fp8_values,
+    inner_scale,
     int4_values,
     scaled,
 )
@@ -60,9 +61,10 @@ def load_bytes(values_ptr, rows, byte, width, EVEN: tl.constexpr):
 
 
 @triton.jit
-def load_x(x_row, column, used, K, WIDE: tl.constexpr):
+def load_x(x_row, column, used, K, EVEN: tl.constexpr, WIDE: tl.constexpr):
     """`[ROWS, BLOCK]`, zeros where a row is not used or a column behind the end."""
-    x = tl.load(x_row + column[None, :], mask=used & (column < K)[None, :], other=0.0)
+    inside = used if EVEN else used & (column < K)[None, :]
+    x = tl.load(x_row + column[None, :], mask=inside, other=0.0)
     return x.to(tl.float32) if WIDE else x
 
 
@@ -90,7 +92,7 @@ def accumulate_fp8(
     """acc + the product of BLOCK columns from `start` on; `scale_at` points to each row's first scale."""
     byte = start + tl.arange(0, BLOCK)
     values = fp8_values(load_bytes(values_ptr, rows, byte, width, EVEN), DTYPE)
-    x = load_x(x_row, byte, used, K, WIDE)
+    x = load_x(x_row, byte, used, K, EVEN, WIDE)
     if GROUP == 0:
         return multiply(x, values, acc, WEIGHT_FIRST)
     else:
@@ -100,7 +102,7 @@ def accumulate_fp8(
 
 @triton.jit
 def accumulate_packed(
-    acc, zeros, x_row, used, values_ptr, scale_at, zero_at, rows, start, K, width, groups, factor,
+    acc, zeros, x_row, used, values_ptr, scale_at, zero_at, rows, start, K, width, groups,
     FORM: tl.constexpr, GROUP: tl.constexpr, INNER: tl.constexpr, ZERO: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr, COUNT: tl.constexpr, WEIGHT_FIRST: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -125,10 +127,11 @@ def accumulate_packed(
         first, second = int4_values(tile, zero_low, zero_high, BLOCK_N, BLOCK, COUNT, DTYPE)
     else:
         first, second = fp4_values(tile, DTYPE)
-    x_first, x_second = load_x(x_row, column, used, K, WIDE), load_x(x_row, column + HALF, used, K, WIDE)
+    x_first = load_x(x_row, column, used, K, EVEN, WIDE)
+    x_second = load_x(x_row, column + HALF, used, K, EVEN, WIDE)
     if INNER:
-        scale_low = load_scale(scale_at[:, None] + low[None, :]) * factor
-        scale_high = load_scale(scale_at[:, None] + high[None, :]) * factor
+        scale_low = inner_scale(tl.load(scale_at[:, None] + low[None, :]), FORM, DTYPE)
+        scale_high = inner_scale(tl.load(scale_at[:, None] + high[None, :]), FORM, DTYPE)
         acc = multiply(x_first, scaled(first, scale_low, BLOCK_N, BLOCK, COUNT, DTYPE), acc, WEIGHT_FIRST)
         return multiply(x_second, scaled(second, scale_high, BLOCK_N, BLOCK, COUNT, DTYPE), acc, WEIGHT_FIRST)
     elif GROUP == 0:
@@ -155,7 +158,10 @@ def product_kernel(
     SPLITS: tl.constexpr, STAGES: tl.constexpr, WEIGHT_FIRST: tl.constexpr, EVEN: tl.constexpr, LINES: tl.constexpr,
     WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`width`: bytes of a row of the matrix, of which BLOCK are taken at a time; `groups`: scales of a row."""
+    """`width`: bytes of a row of the matrix, of which BLOCK are taken at a time; `groups`: scales of a row.
+
+    EVEN: bytes and columns end with the last block.
+    """
     start_next(PDL)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -164,9 +170,6 @@ def product_kernel(
     rows = tl.minimum(n, N - 1).to(tl.int64)
     prefetch(values_ptr, rows, width, first, LINES, 128, PDL)
     scale_at, zero_at = scale_ptr + rows // GROUP_N * groups, zero_ptr + rows * groups
-    before, after = 1.0, 1.0
-    if FORM == "fp4":
-        before, after = fp4_factors(DTYPE)
     wait_previous(PDL)
     m = tl.arange(0, ROWS)
     x_row = x_ptr + m[:, None].to(tl.int64) * x_stride
@@ -182,14 +185,15 @@ def product_kernel(
             )  # fmt: skip
         else:
             acc = accumulate_packed(
-                acc, zeros, x_row, used, values_ptr, scale_at, zero_at, rows, start, K, width, groups, before,
+                acc, zeros, x_row, used, values_ptr, scale_at, zero_at, rows, start, K, width, groups,
                 FORM, GROUP, INNER, ZERO, BLOCK_N, BLOCK, COUNT, WEIGHT_FIRST, EVEN, WIDE, DTYPE,
             )  # fmt: skip
     if GROUP == 0 and not INNER:
         acc = acc * along(load_scale(scale_at), WEIGHT_FIRST)
     if ROW_SCALE:
         acc = acc * along(tl.load(row_ptr + rows), WEIGHT_FIRST)
-    acc = acc * after
+    if FORM == "fp4":
+        acc = acc * fp4_factor(DTYPE)
     if WEIGHT_FIRST:
         acc = tl.trans(acc)
     finish(
