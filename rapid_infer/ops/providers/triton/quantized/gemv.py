@@ -10,7 +10,7 @@ import triton.language as tl
 
 from rapid_infer.ops.providers.triton.launch import start_next, wait_previous
 from rapid_infer.ops.providers.triton.linear.kernels import finish
-from rapid_infer.ops.providers.triton.quantized.kernels import load_scale
+from rapid_infer.ops.providers.triton.quantized.kernels import wide_scale
 
 CHUNK = tl.constexpr(16)
 
@@ -42,7 +42,7 @@ def _sums(tile, x_ptr, scale_at, chunk, K, GROUP: tl.constexpr):
         return part
     else:
         group = tl.minimum(column, K - 1) // GROUP
-        return part * load_scale(scale_at[:, None] + group[None, :])
+        return part * wide_scale(tl.load(scale_at[:, None] + group[None, :]))
 
 
 @triton.jit(do_not_specialize=["M", "iters"])
@@ -69,7 +69,7 @@ def gemv_kernel(
             acc += _sums(tile, x_ptr, scale_at, chunk, K, GROUP)
     total = tl.sum(acc, axis=1)
     if GROUP == 0:
-        total = total * load_scale(scale_at)
+        total = total * wide_scale(tl.load(scale_at))
     total = total[None, :]
     finish(
         total, total, out_ptr, out_ptr, partial_ptr, semaphore_ptr, tl.arange(0, 1), n, M, N, BLOCK_N, SPLITS,
