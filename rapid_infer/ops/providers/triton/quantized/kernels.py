@@ -162,31 +162,19 @@ def accumulate_packed(
             return acc + part * one_scale(scale_high, WEIGHT_FIRST, BLOCK_N)
 
 
-@triton.jit(do_not_specialize=["M", "iters"])
-def product_kernel(
-    x_ptr, values_ptr, scale_ptr, zero_ptr, row_ptr, out_ptr, partial_ptr, semaphore_ptr,
-    M, N, K, width, groups, x_stride, iters,
-    FORM: tl.constexpr, GROUP_N: tl.constexpr, GROUP: tl.constexpr, INNER: tl.constexpr, ZERO: tl.constexpr,
-    ROW_SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, WEIGHT_FIRST: tl.constexpr, EVEN: tl.constexpr, LINES: tl.constexpr,
-    WIDE: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def row_products(
+    x_row, used, values_ptr, scale_at, zero_at, row_at, rows, first, K, width, groups, iters,
+    FORM: tl.constexpr, GROUP: tl.constexpr, INNER: tl.constexpr, ZERO: tl.constexpr, ROW_SCALE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, STAGES: tl.constexpr,
+    WEIGHT_FIRST: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """`width`: bytes of a row of the matrix, of which BLOCK are taken at a time; `groups`: scales of a row.
+    """fp32 `[ROWS, BLOCK_N]`: `iters` blocks of bytes from `first` on, of rows of x and `rows` of the matrix.
 
-    EVEN: bytes and columns end with the last block.
+    `x_row` `[ROWS, 1]` points to rows of x, of which those `used` are read; `scale_at`, `zero_at`, `row_at` `[BLOCK_N]`
+    to what each row of the matrix has first; `width` is the bytes of such a row, `groups` its scales. EVEN: bytes and
+    columns end with the last block.
     """
-    start_next(PDL)
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    first = tl.program_id(1) * iters * BLOCK
-    # Rows past the end are read again rather than masked: their results are not stored.
-    rows = tl.minimum(n, N - 1).to(tl.int64)
-    prefetch(values_ptr, rows, width, first, LINES, 128, PDL)
-    scale_at, zero_at = scale_ptr + rows // GROUP_N * groups, zero_ptr + rows * groups
-    wait_previous(PDL)
-    m = tl.arange(0, ROWS)
-    x_row = x_ptr + m[:, None].to(tl.int64) * x_stride
-    used = (m < M)[:, None]
     zeros = tl.zeros([BLOCK_N, ROWS] if WEIGHT_FIRST else [ROWS, BLOCK_N], dtype=tl.float32)
     acc = zeros
     scale_low, scale_high = load_groups(scale_at, first, groups, FORM, GROUP, BLOCK, COUNT)
@@ -217,11 +205,35 @@ def product_kernel(
     if GROUP == 0 and not INNER:
         acc = acc * along(wide_scale(tl.load(scale_at)), WEIGHT_FIRST)
     if ROW_SCALE:
-        acc = acc * along(tl.load(row_ptr + rows), WEIGHT_FIRST)
+        acc = acc * along(tl.load(row_at), WEIGHT_FIRST)
     if FORM == "fp4":
         acc = acc * fp4_factor(DTYPE)
-    if WEIGHT_FIRST:
-        acc = tl.trans(acc)
+    return tl.trans(acc) if WEIGHT_FIRST else acc
+
+
+@triton.jit(do_not_specialize=["M", "iters"])
+def product_kernel(
+    x_ptr, values_ptr, scale_ptr, zero_ptr, row_ptr, out_ptr, partial_ptr, semaphore_ptr,
+    M, N, K, width, groups, x_stride, iters,
+    FORM: tl.constexpr, GROUP_N: tl.constexpr, GROUP: tl.constexpr, INNER: tl.constexpr, ZERO: tl.constexpr,
+    ROW_SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, WEIGHT_FIRST: tl.constexpr, EVEN: tl.constexpr, LINES: tl.constexpr,
+    WIDE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    start_next(PDL)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.program_id(1) * iters * BLOCK
+    # Rows past the end are read again rather than masked: their results are not stored.
+    rows = tl.minimum(n, N - 1).to(tl.int64)
+    prefetch(values_ptr, rows, width, first, LINES, 128, PDL)
+    wait_previous(PDL)
+    m = tl.arange(0, ROWS)
+    acc = row_products(
+        x_ptr + m[:, None].to(tl.int64) * x_stride, (m < M)[:, None], values_ptr,
+        scale_ptr + rows // GROUP_N * groups, zero_ptr + rows * groups, row_ptr + rows, rows, first, K, width, groups,
+        iters, FORM, GROUP, INNER, ZERO, ROW_SCALE, ROWS, BLOCK_N, BLOCK, COUNT, STAGES, WEIGHT_FIRST, EVEN, WIDE,
+        x_ptr.dtype.element_ty,
+    )  # fmt: skip
     finish(
         acc, acc, out_ptr, out_ptr, partial_ptr, semaphore_ptr, m, n, M, N, BLOCK_N, SPLITS, False, False
     )  # fmt: skip
