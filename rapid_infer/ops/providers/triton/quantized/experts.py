@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,9 +21,20 @@ from rapid_infer.ops.providers.triton.quantized.dequantize import constants_of, 
 from rapid_infer.ops.providers.triton.quantized.kernels import row_products
 from rapid_infer.ops.quantized import HALF, QuantizedMatrix
 
-MOST_ROWS = 64
-"""Choices of a tile; with more for each expert arithmetic takes the time."""
 TILES_SHARING = 8
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Outputs of a program, the stages of its loop, and whether the matrix is the left operand."""
+
+    block_n: int
+    stages: int
+    weight_first: bool = False
+
+
+TILES = {16: Tile(32, 4), 32: Tile(64, 3), 64: Tile(64, 3, weight_first=True)}
+"""By choices of a tile; with more for each expert arithmetic takes the time, and matrices are written out."""
 
 
 @triton.jit
@@ -91,7 +103,7 @@ def quantized_experts(
     alone = tokens == 1
     per_tile = 16 if alone else choices_per_tile(choices, experts)
     wide = any(cannot_multiply(matrix.expert(0), x.dtype, INTERPRETED) for matrix in (gate_up, down))
-    if wide or per_tile > MOST_ROWS or not tokens:
+    if wide or per_tile not in TILES or not tokens:
         return plain_experts(x, dequantize(gate_up, x.dtype), dequantize(down, x.dtype), weights, slots, shared)
     x = x if x.stride(-1) == 1 else x.contiguous()
     if alone:
@@ -122,21 +134,21 @@ def _launch(
     width, group, rows = matrix.values.shape[-1], inner_group(matrix), settings["M"]
     inner, fp8 = is_inner(matrix.form, group), matrix.form == "fp8"
     block = min(block_limit(matrix.form, group), 128)
-    block_n = 32 if rows == 16 else 64
+    tile = TILES[rows]
     iters = triton.cdiv(width, block)
     values, scale, zero, row_scale = tensors_of(matrix)
-    experts_kernel[(tiles * triton.cdiv(size, block_n),)](
+    experts_kernel[(tiles * triton.cdiv(size, tile.block_n),)](
         x, matrix.values if fp8 else values, scale, zero, row_scale, out, slots, *tables,
         x.stride(0), tiles, size, n, k, width, matrix.scale.shape[-1], iters,
         GATED=gated,
         GROUPED=TILES_SHARING,
         **constants_of(matrix),
         INNER=inner,
-        BLOCK_N=block_n,
+        BLOCK_N=tile.block_n,
         BLOCK=block,
         COUNT=block // group if inner and 0 < group < HALF else 1,
-        STAGES=4 if rows == 16 else 3,
-        WEIGHT_FIRST=rows == 64,
+        STAGES=tile.stages,
+        WEIGHT_FIRST=tile.weight_first,
         EVEN=iters * block * (1 if fp8 else 2) == k,
         WIDE=INTERPRETED,
         num_warps=4,
