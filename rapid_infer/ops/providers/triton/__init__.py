@@ -28,6 +28,7 @@ for _op, _module in (
     ("route_experts", "experts.router"),
     ("fused_experts", "experts.fused_experts"),
     ("quantized_linear", "quantized.linear"),
+    ("quantized_experts", "quantized.experts"),
     ("dequantize", "quantized.dequantize"),
     ("embedding", "embedding"),
     ("commit_tokens", "step.inputs"),

@@ -34,13 +34,21 @@ def _int4(one: str) -> str:
 
 
 def _fp4(shift: int, mask: str) -> str:
-    """Three bits, moved by `shift` to `mask`, and the sign, from bit 3 of a code to bit 15."""
-    step = "shl.b32 m, {r}, {by}; and.b32 m, m, " + mask + ";"
-    sign = "shl.b32 s, {r}, {to}; lop3.b32 {out}, s, 0x80008000, m, 0xea;"
+    """Three bits, moved by `shift` to `mask`, and the sign, from bit 3 of a code to bit 15.
+
+    In bf16 both moves are one product, as nothing of the one lies where the other's bits go.
+    """
+    lines = []
     # The high code stands four bits further up.
-    places = (("a", "$0", shift, 12), ("b", "$1", shift, 12), ("a", "$2", shift - 4, 8), ("b", "$3", shift - 4, 8))
-    body = "".join(step.format(r=r, by=by) + sign.format(r=r, to=to, out=out) for r, out, by, to in places)
-    return "{.reg .b32 a, b, m, s;" + _SPREAD.format(source="$4") + body + "}"
+    for r, out, nibble, up in (("a", "$0", "f", 0), ("b", "$1", "f", 0), ("a", "$2", "f0", 4), ("b", "$3", "f0", 4)):
+        lines.append(f"and.b32 {r}{up}, {r}, 0x{nibble:0>4}{nibble:0>4};")
+        if shift == 6:
+            factor, both = (1 << shift - up) + (1 << 12 - up), "0x81c081c0"
+            lines.append(f"mul.lo.u32 m, {r}{up}, {factor}; and.b32 {out}, m, {both};")
+        else:
+            lines.append(f"shl.b32 m, {r}{up}, {shift - up}; and.b32 m, m, {mask}; shl.b32 s, {r}{up}, {12 - up};")
+            lines.append(f"lop3.b32 {out}, s, 0x80008000, m, 0xea;")
+    return "{.reg .b32 a, b, a0, b0, a4, b4, m, s;" + _SPREAD.format(source="$4") + "".join(lines) + "}"
 
 
 _FP8 = tl.constexpr(_fp8())
@@ -85,10 +93,12 @@ def _pairwise(OP: tl.constexpr, a, b, DTYPE: tl.constexpr):
             return a * b.to(tl.float32)
     elif tl.bfloat16 == DTYPE:
         return tl.inline_asm_elementwise(
-            OP + ".bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=DTYPE, is_pure=True, pack=2
+            OP + ".bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.bfloat16, is_pure=True, pack=2
         )
     else:
-        return tl.inline_asm_elementwise(OP + ".f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=DTYPE, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(
+            OP + ".f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.float16, is_pure=True, pack=2
+        )
 
 
 @triton.jit
@@ -107,12 +117,12 @@ def int4_values(
         offset = 0.0
     elif tl.bfloat16 == DTYPE:
         low, high = tl.inline_asm_elementwise(
-            _INT4_BF16, "=r,=r,=r,=r,r", [tile], dtype=(DTYPE, DTYPE), is_pure=True, pack=4
+            _INT4_BF16, "=r,=r,=r,=r,r", [tile], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
         )
         offset = 128.0
     else:
         low, high = tl.inline_asm_elementwise(
-            _INT4_FP16, "=r,=r,=r,=r,r", [tile], dtype=(DTYPE, DTYPE), is_pure=True, pack=4
+            _INT4_FP16, "=r,=r,=r,=r,r", [tile], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
         )
         offset = 1024.0
     low = _pairwise("sub", low, _spread((zero_low + offset).to(DTYPE), N, BYTES, COUNT), DTYPE)
@@ -122,22 +132,44 @@ def int4_values(
 
 @triton.jit
 def scaled(values, scale, N: tl.constexpr, BYTES: tl.constexpr, COUNT: tl.constexpr, DTYPE: tl.constexpr):
-    """values `[N, BYTES]` times scale `[N, COUNT]`, fp32, rounded to DTYPE."""
-    return _pairwise("mul", values, _spread(scale.to(DTYPE), N, BYTES, COUNT), DTYPE)
+    """values `[N, BYTES]` times scale `[N, COUNT]`, rounded to DTYPE, of which both are."""
+    return _pairwise("mul", values, _spread(scale, N, BYTES, COUNT), DTYPE)
 
 
-FP4_SHIFT_BF16, FP4_SHIFT_FP16 = tl.constexpr(60), tl.constexpr(9)
+@triton.jit
+def inner_scale(scale, FORM: tl.constexpr, DTYPE: tl.constexpr):
+    """Scales as they are stored, for `scaled`: those of e2m1 times 2^66 in bf16, 2^5 in fp16, see `fp4_values`."""
+    if scale.dtype == tl.uint8:
+        # 2^-127, which the exponent's bits alone cannot say, becomes 0.
+        if _PLAIN:
+            return (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        else:
+            exponent = tl.minimum(scale.to(tl.int32) + 66, 254)
+            return (exponent << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    elif FORM == "int4" or _PLAIN:
+        return scale.to(DTYPE if not _PLAIN else tl.float32)
+    elif scale.dtype == tl.float8e4nv:
+        return fp8_values(scale, DTYPE) * (73786976294838206464.0 if tl.bfloat16 == DTYPE else 32.0)
+    else:
+        return (scale.to(tl.float32) * (73786976294838206464.0 if tl.bfloat16 == DTYPE else 32.0)).to(DTYPE)
 
 
 @triton.jit
 def fp4_values(tile, DTYPE: tl.constexpr):
-    """Low and high e2m1 values, over the power of two that `fp4_factor` has."""
+    """Low and high e2m1 values, over 2^126 in bf16, 2^14 in fp16, by which the types' biases differ.
+
+    Times a scale that may not fit: `inner_scale` brings a part of it, `fp4_factor` the rest.
+    """
     if _PLAIN:
         return _fp4_plain(tile & 15), _fp4_plain(tile >> 4)
     elif tl.bfloat16 == DTYPE:
-        return tl.inline_asm_elementwise(_FP4_BF16, "=r,=r,=r,=r,r", [tile], dtype=(DTYPE, DTYPE), is_pure=True, pack=4)
+        return tl.inline_asm_elementwise(
+            _FP4_BF16, "=r,=r,=r,=r,r", [tile], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
     else:
-        return tl.inline_asm_elementwise(_FP4_FP16, "=r,=r,=r,=r,r", [tile], dtype=(DTYPE, DTYPE), is_pure=True, pack=4)
+        return tl.inline_asm_elementwise(
+            _FP4_FP16, "=r,=r,=r,=r,r", [tile], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+        )
 
 
 @triton.jit
@@ -149,12 +181,11 @@ def _fp4_plain(code):
 
 
 @triton.jit
-def fp4_factors(DTYPE: tl.constexpr):
-    """(what a scale is multiplied by before it meets `fp4_values`, what the sum of the products is then off by)."""
-    # 2^126 (fp16: 2^14) undoes the change of type, but times a scale it may not fit: a part of it is left for the end.
+def fp4_factor(DTYPE: tl.constexpr):
+    """What products of e2m1 are to be multiplied by in the end."""
     if _PLAIN:
-        return 1.0, 1.0
+        return 1.0
     elif tl.bfloat16 == DTYPE:
-        return 73786976294838206464.0, 1152921504606846976.0
+        return 1152921504606846976.0
     else:
-        return 32.0, 512.0
+        return 512.0

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
 from rapid_infer.ops.providers.triton.quantized.choice import inner_group
-from rapid_infer.ops.providers.triton.quantized.kernels import HALF, first_column, load_scale
+from rapid_infer.ops.providers.triton.quantized.kernels import HALF, first_column, wide_scale
 from rapid_infer.ops.quantized import QuantizedMatrix
 
 BLOCK_N, BLOCK = 16, 128
@@ -60,7 +60,7 @@ def _dequantize_kernel(
             values = ((tile >> (4 * half)) & 15).to(tl.float32) - zero
         else:
             values = _e2m1((tile >> (4 * half)) & 15)
-        values *= load_scale(scale_ptr + place, used)
+        values *= wide_scale(tl.load(scale_ptr + place, mask=used))
         if ROW_SCALE:
             values *= row_scale[:, None]
         tl.store(to + column[None, :], values.to(out_ptr.dtype.element_ty), mask=used)

@@ -15,9 +15,10 @@ import triton.language as tl
 from rapid_infer.ops.providers.triton.launch import start_next, wait_previous
 from rapid_infer.ops.providers.triton.linear.kernels import finish, prefetch
 from rapid_infer.ops.providers.triton.quantized.decode import (
-    fp4_factors,
+    fp4_factor,
     fp4_values,
     fp8_values,
+    inner_scale,
     int4_values,
     scaled,
 )
@@ -27,12 +28,8 @@ HALF = tl.constexpr(64)
 
 
 @triton.jit
-def load_scale(ptr, mask=None):
-    """In fp32; bytes are e8m0."""
-    if mask is None:
-        value = tl.load(ptr)
-    else:
-        value = tl.load(ptr, mask=mask, other=0.0)
+def wide_scale(value):
+    """A stored scale in fp32; bytes are e8m0."""
     if value.dtype == tl.uint8:
         # The exponent's own bits, and for 0, which those cannot say, a subnormal.
         bits = value.to(tl.int32)
@@ -60,9 +57,10 @@ def load_bytes(values_ptr, rows, byte, width, EVEN: tl.constexpr):
 
 
 @triton.jit
-def load_x(x_row, column, used, K, WIDE: tl.constexpr):
+def load_x(x_row, column, used, K, EVEN: tl.constexpr, WIDE: tl.constexpr):
     """`[ROWS, BLOCK]`, zeros where a row is not used or a column behind the end."""
-    x = tl.load(x_row + column[None, :], mask=used & (column < K)[None, :], other=0.0)
+    inside = used if EVEN else used & (column < K)[None, :]
+    x = tl.load(x_row + column[None, :], mask=inside, other=0.0)
     return x.to(tl.float32) if WIDE else x
 
 
@@ -82,25 +80,53 @@ def along(scale, WEIGHT_FIRST: tl.constexpr):
 
 
 @triton.jit
+def load_groups(at, start, groups, FORM: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr):
+    """What is stored `[BLOCK_N, COUNT]` for the groups of BLOCK bytes from `start` on: of low codes, and of high ones.
+
+    `at` points to each row's first.
+    """
+    byte = start + tl.arange(0, COUNT) * (BLOCK // COUNT)
+    if GROUP == 0:
+        low = byte * 0
+        high = low
+    elif FORM == "fp8":
+        low = tl.minimum(byte // GROUP, groups - 1)
+        high = low
+    else:
+        low = tl.minimum(first_column(byte) // GROUP, groups - 1)
+        high = tl.minimum((first_column(byte) + HALF) // GROUP, groups - 1)
+    first = tl.load(at[:, None] + low[None, :])
+    second = first
+    if FORM != "fp8" and GROUP % 128 != 0:
+        second = tl.load(at[:, None] + high[None, :])
+    return first, second
+
+
+@triton.jit
+def one_scale(scale, WEIGHT_FIRST: tl.constexpr, BLOCK_N: tl.constexpr):
+    """`[BLOCK_N, 1]` as stored, to multiply an accumulator."""
+    return along(wide_scale(tl.reshape(scale, [BLOCK_N])), WEIGHT_FIRST)
+
+
+@triton.jit
 def accumulate_fp8(
-    acc, zeros, x_row, used, values_ptr, scale_at, rows, start, K, width, groups,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr, WEIGHT_FIRST: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
-    DTYPE: tl.constexpr,
+    acc, zeros, x_row, used, values_ptr, scale, rows, start, K, width,
+    GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, WEIGHT_FIRST: tl.constexpr, EVEN: tl.constexpr,
+    WIDE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """acc + the product of BLOCK columns from `start` on; `scale_at` points to each row's first scale."""
+    """acc + the product of BLOCK columns from `start` on, which have `scale`."""
     byte = start + tl.arange(0, BLOCK)
     values = fp8_values(load_bytes(values_ptr, rows, byte, width, EVEN), DTYPE)
-    x = load_x(x_row, byte, used, K, WIDE)
+    x = load_x(x_row, byte, used, K, EVEN, WIDE)
     if GROUP == 0:
         return multiply(x, values, acc, WEIGHT_FIRST)
     else:
-        scale = load_scale(scale_at + tl.minimum(start // GROUP, groups - 1))
-        return acc + multiply(x, values, zeros, WEIGHT_FIRST) * along(scale, WEIGHT_FIRST)
+        return acc + multiply(x, values, zeros, WEIGHT_FIRST) * one_scale(scale, WEIGHT_FIRST, BLOCK_N)
 
 
 @triton.jit
 def accumulate_packed(
-    acc, zeros, x_row, used, values_ptr, scale_at, zero_at, rows, start, K, width, groups, factor,
+    acc, zeros, x_row, used, values_ptr, scale_low, scale_high, zero_low, zero_high, rows, start, K, width,
     FORM: tl.constexpr, GROUP: tl.constexpr, INNER: tl.constexpr, ZERO: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr, COUNT: tl.constexpr, WEIGHT_FIRST: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -109,41 +135,80 @@ def accumulate_packed(
     byte = start + tl.arange(0, BLOCK)
     column = first_column(byte)
     tile = load_bytes(values_ptr, rows, byte, width, EVEN)
-    low, high = first_column(start + tl.arange(0, COUNT) * (BLOCK // COUNT)), 0
-    if GROUP == 0:
-        low = low * 0
-        high = low
-    else:
-        high = tl.minimum((low + HALF) // GROUP, groups - 1)
-        low = tl.minimum(low // GROUP, groups - 1)
     if FORM == "int4":
-        zero_low = tl.full([BLOCK_N, COUNT], 8.0, tl.float32)
-        zero_high = zero_low
         if ZERO:
-            zero_low = tl.load(zero_at[:, None] + low[None, :]).to(tl.float32)
-            zero_high = tl.load(zero_at[:, None] + high[None, :]).to(tl.float32)
-        first, second = int4_values(tile, zero_low, zero_high, BLOCK_N, BLOCK, COUNT, DTYPE)
+            low, high = zero_low.to(tl.float32), zero_high.to(tl.float32)
+        else:
+            low = tl.full([BLOCK_N, COUNT], 8.0, tl.float32)
+            high = low
+        first, second = int4_values(tile, low, high, BLOCK_N, BLOCK, COUNT, DTYPE)
     else:
         first, second = fp4_values(tile, DTYPE)
-    x_first, x_second = load_x(x_row, column, used, K, WIDE), load_x(x_row, column + HALF, used, K, WIDE)
+    x_first = load_x(x_row, column, used, K, EVEN, WIDE)
+    x_second = load_x(x_row, column + HALF, used, K, EVEN, WIDE)
     if INNER:
-        scale_low = load_scale(scale_at[:, None] + low[None, :]) * factor
-        scale_high = load_scale(scale_at[:, None] + high[None, :]) * factor
-        acc = multiply(x_first, scaled(first, scale_low, BLOCK_N, BLOCK, COUNT, DTYPE), acc, WEIGHT_FIRST)
-        return multiply(x_second, scaled(second, scale_high, BLOCK_N, BLOCK, COUNT, DTYPE), acc, WEIGHT_FIRST)
-    elif GROUP == 0:
+        first = scaled(first, inner_scale(scale_low, FORM, DTYPE), BLOCK_N, BLOCK, COUNT, DTYPE)
+        second = scaled(second, inner_scale(scale_high, FORM, DTYPE), BLOCK_N, BLOCK, COUNT, DTYPE)
+    if INNER or GROUP == 0:
         return multiply(x_second, second, multiply(x_first, first, acc, WEIGHT_FIRST), WEIGHT_FIRST)
     else:
-        # Of one group each, and where they are even of the same one, of one sum.
-        group = first_column(start)
-        scale = along(load_scale(scale_at + tl.minimum(group // GROUP, groups - 1)), WEIGHT_FIRST)
         part = multiply(x_first, first, zeros, WEIGHT_FIRST)
+        scale = one_scale(scale_low, WEIGHT_FIRST, BLOCK_N)
         if GROUP % 128 == 0:
             return acc + multiply(x_second, second, part, WEIGHT_FIRST) * scale
         else:
             acc += part * scale
-            scale = along(load_scale(scale_at + tl.minimum((group + HALF) // GROUP, groups - 1)), WEIGHT_FIRST)
-            return acc + multiply(x_second, second, zeros, WEIGHT_FIRST) * scale
+            part = multiply(x_second, second, zeros, WEIGHT_FIRST)
+            return acc + part * one_scale(scale_high, WEIGHT_FIRST, BLOCK_N)
+
+
+@triton.jit
+def row_products(
+    x_row, used, values_ptr, scale_at, zero_at, row_at, rows, first, K, width, groups, iters,
+    FORM: tl.constexpr, GROUP: tl.constexpr, INNER: tl.constexpr, ZERO: tl.constexpr, ROW_SCALE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, STAGES: tl.constexpr,
+    WEIGHT_FIRST: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """fp32 `[ROWS, BLOCK_N]`: `iters` blocks of bytes from `first` on, of rows of x and `rows` of the matrix.
+
+    `x_row` `[ROWS, 1]` points to rows of x, of which those `used` are read; `scale_at`, `zero_at`, `row_at` `[BLOCK_N]`
+    to what each row of the matrix has first; `width` is the bytes of such a row, `groups` its scales. EVEN: bytes and
+    columns end with the last block.
+    """
+    zeros = tl.zeros([BLOCK_N, ROWS] if WEIGHT_FIRST else [ROWS, BLOCK_N], dtype=tl.float32)
+    acc = zeros
+    scale_low, scale_high = load_groups(scale_at, first, groups, FORM, GROUP, BLOCK, COUNT)
+    zero_low, zero_high = scale_low, scale_high
+    if ZERO:
+        zero_low, zero_high = load_groups(zero_at, first, groups, FORM, GROUP, BLOCK, COUNT)
+    for i in tl.range(0, iters, num_stages=STAGES):
+        start = first + i * BLOCK
+        # By hand one ahead: the compiler pipelines no loads as small as these, and would wait for each.
+        next_low, next_high = scale_low, scale_high
+        if GROUP > 0:
+            next_low, next_high = load_groups(scale_at, start + BLOCK, groups, FORM, GROUP, BLOCK, COUNT)
+        next_zero_low, next_zero_high = zero_low, zero_high
+        if ZERO and GROUP > 0:
+            next_zero_low, next_zero_high = load_groups(zero_at, start + BLOCK, groups, FORM, GROUP, BLOCK, COUNT)
+        if FORM == "fp8":
+            acc = accumulate_fp8(
+                acc, zeros, x_row, used, values_ptr, scale_low, rows, start, K, width,
+                GROUP, BLOCK_N, BLOCK, WEIGHT_FIRST, EVEN, WIDE, DTYPE,
+            )  # fmt: skip
+        else:
+            acc = accumulate_packed(
+                acc, zeros, x_row, used, values_ptr, scale_low, scale_high, zero_low, zero_high, rows, start, K, width,
+                FORM, GROUP, INNER, ZERO, BLOCK_N, BLOCK, COUNT, WEIGHT_FIRST, EVEN, WIDE, DTYPE,
+            )  # fmt: skip
+        scale_low, scale_high = next_low, next_high
+        zero_low, zero_high = next_zero_low, next_zero_high
+    if GROUP == 0 and not INNER:
+        acc = acc * along(wide_scale(tl.load(scale_at)), WEIGHT_FIRST)
+    if ROW_SCALE:
+        acc = acc * along(tl.load(row_at), WEIGHT_FIRST)
+    if FORM == "fp4":
+        acc = acc * fp4_factor(DTYPE)
+    return tl.trans(acc) if WEIGHT_FIRST else acc
 
 
 @triton.jit(do_not_specialize=["M", "iters"])
@@ -155,43 +220,20 @@ def product_kernel(
     SPLITS: tl.constexpr, STAGES: tl.constexpr, WEIGHT_FIRST: tl.constexpr, EVEN: tl.constexpr, LINES: tl.constexpr,
     WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`width`: bytes of a row of the matrix, of which BLOCK are taken at a time; `groups`: scales of a row."""
     start_next(PDL)
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     first = tl.program_id(1) * iters * BLOCK
     # Rows past the end are read again rather than masked: their results are not stored.
     rows = tl.minimum(n, N - 1).to(tl.int64)
     prefetch(values_ptr, rows, width, first, LINES, 128, PDL)
-    scale_at, zero_at = scale_ptr + rows // GROUP_N * groups, zero_ptr + rows * groups
-    before, after = 1.0, 1.0
-    if FORM == "fp4":
-        before, after = fp4_factors(DTYPE)
     wait_previous(PDL)
     m = tl.arange(0, ROWS)
-    x_row = x_ptr + m[:, None].to(tl.int64) * x_stride
-    used = (m < M)[:, None]
-    zeros = tl.zeros([BLOCK_N, ROWS] if WEIGHT_FIRST else [ROWS, BLOCK_N], dtype=tl.float32)
-    acc = zeros
-    for i in tl.range(0, iters, num_stages=STAGES):
-        start = first + i * BLOCK
-        if FORM == "fp8":
-            acc = accumulate_fp8(
-                acc, zeros, x_row, used, values_ptr, scale_at, rows, start, K, width, groups,
-                GROUP, BLOCK, WEIGHT_FIRST, EVEN, WIDE, DTYPE,
-            )  # fmt: skip
-        else:
-            acc = accumulate_packed(
-                acc, zeros, x_row, used, values_ptr, scale_at, zero_at, rows, start, K, width, groups, before,
-                FORM, GROUP, INNER, ZERO, BLOCK_N, BLOCK, COUNT, WEIGHT_FIRST, EVEN, WIDE, DTYPE,
-            )  # fmt: skip
-    if GROUP == 0 and not INNER:
-        acc = acc * along(load_scale(scale_at), WEIGHT_FIRST)
-    if ROW_SCALE:
-        acc = acc * along(tl.load(row_ptr + rows), WEIGHT_FIRST)
-    acc = acc * after
-    if WEIGHT_FIRST:
-        acc = tl.trans(acc)
+    acc = row_products(
+        x_ptr + m[:, None].to(tl.int64) * x_stride, (m < M)[:, None], values_ptr,
+        scale_ptr + rows // GROUP_N * groups, zero_ptr + rows * groups, row_ptr + rows, rows, first, K, width, groups,
+        iters, FORM, GROUP, INNER, ZERO, ROW_SCALE, ROWS, BLOCK_N, BLOCK, COUNT, STAGES, WEIGHT_FIRST, EVEN, WIDE,
+        x_ptr.dtype.element_ty,
+    )  # fmt: skip
     finish(
         acc, acc, out_ptr, out_ptr, partial_ptr, semaphore_ptr, m, n, M, N, BLOCK_N, SPLITS, False, False
     )  # fmt: skip

@@ -20,7 +20,8 @@ from rapid_infer.ops.providers.triton.quantized.choice import (
     inner_group,
     is_inner,
 )
-from rapid_infer.ops.providers.triton.quantized.dequantize import dequantize
+from rapid_infer.ops.providers.triton.quantized.dequantize import constants_of, dequantize, tensors_of
+from rapid_infer.ops.providers.triton.quantized.gemv import gemv_kernel
 from rapid_infer.ops.providers.triton.quantized.kernels import product_kernel
 from rapid_infer.ops.providers.triton.quantized.scaled_mm import ROWS_ALIGNED, scaled_kind, scaled_product
 from rapid_infer.ops.quantized import HALF, QuantizedMatrix
@@ -78,34 +79,43 @@ def product(x: Tensor, matrix: QuantizedMatrix, config: Config, dtype: torch.dty
     """x `[m, k]` of at most 64 rows; `[m, n]`."""
     (m, k), n, width = x.shape, matrix.shape[0], matrix.values.shape[-1]
     group = inner_group(matrix)
-    if not config.fits(m, n) or config.block > block_limit(matrix.form, group):
+    if config.gemv:
+        limit = triton.next_power_of_2(k) if m == 1 and matrix.form == "fp8" else 0
+    else:
+        limit = block_limit(matrix.form, group)
+    if not config.fits(m, n) or config.block > limit:
         raise ValueError(f"{config} cannot compute {m} x {n} outputs of {matrix.form} in groups of {group}")
-    inner = is_inner(matrix.form, group)
     out = torch.empty(m, n, dtype=dtype, device=x.device)
-    scale = matrix.scale.view(torch.uint8) if matrix.scale.dtype is torch.float8_e8m0fnu else matrix.scale
+    _, scale, zero, row_scale = tensors_of(matrix)
     iters = triton.cdiv(triton.cdiv(width, config.block), config.splits)
-    partial, semaphore = workspace(x.device)
-    product_kernel[(triton.cdiv(n, config.block_n), config.splits)](
-        x, matrix.values, scale,
-        scale if matrix.zero is None else matrix.zero, scale if matrix.row_scale is None else matrix.row_scale,
-        out, partial, semaphore, m, n, k, width, scale.shape[-1], x.stride(0), iters,
-        FORM=matrix.form,
-        GROUP_N=matrix.group[0],
-        GROUP=group,
-        INNER=inner,
-        ZERO=matrix.zero is not None,
-        ROW_SCALE=matrix.row_scale is not None,
-        ROWS=padded_rows(m),
-        BLOCK_N=config.block_n,
-        BLOCK=config.block,
-        COUNT=config.block // group if inner and 0 < group < HALF else 1,
-        SPLITS=config.splits,
-        STAGES=config.stages,
-        WEIGHT_FIRST=config.weight_first,
-        EVEN=width == iters * config.splits * config.block,
-        LINES=config.ahead if width >= 128 else 0,
-        WIDE=INTERPRETED,
-        num_warps=config.warps,
+    columns = iters * config.splits * config.block * (1 if matrix.form == "fp8" else 2)
+    sizes = m, n, k, width, scale.shape[-1], x.stride(0), iters
+    shared = {
+        "BLOCK_N": config.block_n,
+        "SPLITS": config.splits,
+        "STAGES": config.stages,
+        "EVEN": columns == k,
+        "num_warps": config.warps,
         **options(x),
-    )  # fmt: skip
+    }
+    grid = (triton.cdiv(n, config.block_n), config.splits)
+    if config.gemv:
+        gemv_kernel[grid](
+            x, matrix.values, scale, out, *workspace(x.device), *sizes,
+            GROUP_N=matrix.group[0], GROUP=group, CHUNKS=config.block // 16, LOOP=iters > 1, **shared,
+        )  # fmt: skip
+    else:
+        inner = is_inner(matrix.form, group)
+        product_kernel[grid](
+            x, matrix.values, scale, zero, row_scale, out, *workspace(x.device), *sizes,
+            **constants_of(matrix),
+            INNER=inner,
+            ROWS=padded_rows(m),
+            BLOCK=config.block,
+            COUNT=config.block // group if inner and 0 < group < HALF else 1,
+            WEIGHT_FIRST=config.weight_first,
+            LINES=config.ahead if width >= 128 else 0,
+            WIDE=INTERPRETED,
+            **shared,
+        )  # fmt: skip
     return out
