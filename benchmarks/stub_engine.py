@@ -58,7 +58,7 @@ class StubCore:
         self.waiting: dict[str, _Row] = {}
         self.rows: dict[str, _Row] = {}
         self.ended: list[Finished] = []
-        self.executor = SimpleNamespace(late_graphs=lambda: (0, 0.0))
+        self.executor = SimpleNamespace(late_graphs=lambda: (0, 0.0), on_failure=lambda call: None)
         self.scheduler = SimpleNamespace(running=self.rows, waiting=self.waiting)
 
     @property
