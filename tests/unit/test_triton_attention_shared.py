@@ -98,7 +98,9 @@ def test_two_groups_and_rows_in_none(options: dict[str, Any]) -> None:
         assert shared(case) == [0, 4, 4, 0, 6, 6, 6, 6, 0]
 
 
-@pytest.mark.parametrize("own", [1, 2, 15, 16, 17, 31, 32, 33])
+@pytest.mark.parametrize(
+    "own", [1, 16, 17, *(pytest.param(own, marks=pytest.mark.slow) for own in (2, 15, 31, 32, 33))]
+)
 def test_lengths_around_the_ends_of_blocks(own: int) -> None:
     """A row's last block is never shared, so that a row always has keys of its own."""
     case = make_case([48 + own, 49, 81], [(0, 3, 5 if own > 16 else 4)])
@@ -114,7 +116,7 @@ def shared_of(seq_lens: list[int], blocks: int) -> list[int]:
     return shared(case)
 
 
-@pytest.mark.parametrize("queries", [16, 64, 128])
+@pytest.mark.parametrize("queries", [16, *(pytest.param(queries, marks=pytest.mark.slow) for queries in (64, 128))])
 @pytest.mark.parametrize("programs", [1, 3, 20])
 def test_all_rows_in_one_group(queries: int, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_shared, "FP32_QUERIES", queries)
@@ -125,7 +127,7 @@ def test_all_rows_in_one_group(queries: int, programs: int, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("quota", [1, 4])
-@pytest.mark.parametrize("item_cost", [0, 2])
+@pytest.mark.parametrize("item_cost", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("programs", [1, 4, 9])
 def test_items_and_rows_in_many_slices(
     quota: int, item_cost: int, programs: int, monkeypatch: pytest.MonkeyPatch
@@ -279,7 +281,7 @@ def test_random_groups() -> None:
         check(make_case([random.randint(150, 220) for _ in range(30)], groups, heads=4, kv_heads=1), sinks=True)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_groups_whose_rows_do_not_stand_side_by_side(seed: int) -> None:
     """Two groups of ten and seven rows among four rows in none, in any order."""
     random.seed(seed)

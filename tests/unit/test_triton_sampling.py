@@ -64,7 +64,9 @@ KINDS = ["flat", "peaked", "ties", "masked", "sorted"]
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind in ("flat", "sorted") else []) for kind in KINDS]
+)
 def test_combinations_keep_what_the_reference_keeps(kind: str) -> None:
     torch.manual_seed(len(kind))
     # Kernels take long in the interpreter: each kind has its share of them.
