@@ -42,7 +42,7 @@ def main() -> int:
     work = "latency-b1,latency-b32,prefill-8k,mixed-256"
     own.add_argument("--workloads", default=work, metavar="LIST", help=f"fixed work, with commas (default {work})")
     ns = parser.parse_args()
-    return session.run(lambda scratch: _Benchmark("quantization", ns, scratch).run())
+    return session.run(lambda scratch: _Benchmark("quantization", ns, scratch))
 
 
 class _Benchmark(session.Session):
