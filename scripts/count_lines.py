@@ -50,6 +50,7 @@ BUDGETS = {
     "plugins/llama": 100,
     "plugins/ops_attention": 300,
     "plugins/qwen3": 150,
+    "examples/op-cuda": 100,
     "examples/plugin-gemma2": 150,
     "examples/quantization": 50,
 }
