@@ -15,7 +15,7 @@ help:
 	@echo "make test        install into $(VENV) and run the whole CPU test suite"
 	@echo "make test-slow   the tests that take longer: ranks that fail in every phase, many starts"
 	@echo "make test-page   the server's chat page in Chromium, which must be installed"
-	@echo "make check       the quick gate: ruff, import contracts, types; prints lines of code"
+	@echo "make check       the quick gate: ruff, import contracts, types; prints lines of code and budgets"
 	@echo "make setup       install only"
 	@echo "make format      let ruff format and fix"
 	@echo "make clean       remove $(VENV) and caches"

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,13 @@ from rapid_infer.errors import HubError
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN_FILES = sorted(ROOT.glob("plugins/*/src/**/*.py"))
+OUTSIDE_FILES = [*PLUGIN_FILES, *sorted(ROOT.glob("examples/*/src/**/*.py"))]
+FACADES = {
+    "rapid_infer.models": "rapid_infer.plugin",
+    "rapid_infer.ops": "rapid_infer.ops",
+    "rapid_infer.quantization": "rapid_infer.quant",
+}
+"""What a package that declares an entry-point group may import of the runtime."""
 LIBRARIES = ("flash_attn", "flashinfer", "vllm")
 
 
@@ -47,11 +55,12 @@ def test_importing_the_host_side_loads_nothing_heavy() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("file", PLUGIN_FILES, ids=lambda file: f"{file.parent.name}/{file.name}")
+@pytest.mark.parametrize("file", OUTSIDE_FILES, ids=lambda file: f"{file.parent.name}/{file.name}")
 def test_plugins_import_the_facade_torch_and_the_standard_library(file: Path) -> None:
-    package = file.relative_to(ROOT).parts[3]
-    own = {"rapid_infer.ops", *LIBRARIES} if package.startswith("rapid_infer_ops_") else {"rapid_infer.plugin"}
-    allowed = {"torch", package, *own, *sys.stdlib_module_names}
+    folder, project, _, package, *_ = file.relative_to(ROOT).parts
+    groups = tomllib.loads((ROOT / folder / project / "pyproject.toml").read_text())["project"]["entry-points"]
+    libraries = LIBRARIES if package == "rapid_infer_ops_attention" else ()
+    allowed = {"torch", package, *libraries, *map(FACADES.__getitem__, groups), *sys.stdlib_module_names}
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom):
             names = [node.module or ""]
@@ -65,7 +74,7 @@ def test_plugins_import_the_facade_torch_and_the_standard_library(file: Path) ->
 
 def test_every_folder_of_modules_is_a_package() -> None:
     """What is not would be missing where the runtime is installed: setuptools looks for packages."""
-    for file in [*(ROOT / "rapid_infer").rglob("*.py"), *PLUGIN_FILES]:
+    for file in [*(ROOT / "rapid_infer").rglob("*.py"), *OUTSIDE_FILES]:
         assert (file.parent / "__init__.py").exists(), file
 
 
@@ -98,8 +107,9 @@ def test_generated_documents_are_up_to_date(script: str) -> None:
 
 
 def test_links_in_documents_lead_somewhere() -> None:
-    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *ROOT.glob("examples/*/README.md")]:
+        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        for target in re.findall(r"\]\(([^)#:]+)\)", text):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 

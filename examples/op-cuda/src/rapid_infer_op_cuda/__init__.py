@@ -1,0 +1,1 @@
+"""An operator in CUDA C++: residual addition and RMSNorm in one kernel."""
