@@ -20,7 +20,6 @@ from rapid_infer.cli import app
 FIGURE = Path(__file__).resolve().parent.parent / "docs" / "figures" / "terminal.svg"
 COMMANDS = (
     'rapid-infer generate demo --chat --greedy -p "What is the capital of Japan?"',
-    'rapid-infer generate demo --greedy --max-tokens 2 -p "The capital of France is"',
     "rapid-infer plugin new my-model --like qwen3",
     "rapid-infer plugin check rapid-infer-llama --only weight_map --only batch --only graphs --only parallel",
 )
