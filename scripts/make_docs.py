@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -125,6 +126,11 @@ def serve_options() -> str:
     return table(("option", "default", "meaning"), rows)
 
 
+def support(name: str) -> str:
+    load_providers()  # first: operators are listed in the order in which they are defined
+    return table(*getattr(import_module("support_tables"), name)())
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "engine options": engine_options,
     "sampling params": sampling_params,
@@ -135,6 +141,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "conformance checks": conformance_checks,
     "operators": operators,
     "models": models,
+    "model features": partial(support, "model_features"),
+    "op providers": partial(support, "op_providers"),
+    "resolved defaults": partial(support, "resolved_defaults"),
     "llama remap": partial(remap, "LlamaForCausalLM"),
     "qwen3 remap": partial(remap, "Qwen3ForCausalLM"),
     "qwen3 moe remap": partial(remap, "Qwen3MoeForCausalLM"),

@@ -1,84 +1,71 @@
 """Draws docs/figures/*.svg: `python scripts/make_figures.py`, or `--check` to compare only.
 
-Plain boxes and arrows, no dependency. Blue is the host, green the device, white what one hands to the other.
+Plain boxes and arrows. Blue is the host, green the device, white what one hands to the other.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from xml.sax.saxutils import escape
+
+from drawing import DEVICE, PAPER, Box, Frame, arrow, sheet, text
 
 FIGURES = Path(__file__).resolve().parent.parent / "docs" / "figures"
-INK, PAPER, HOST, DEVICE = "#1f2933", "#ffffff", "#e8eef6", "#e9f3ea"
 LEGEND = "blue: on the host; green: on the device; white: what is handed on"
 
 
-@dataclass(frozen=True)
-class Box:
-    x: int
-    y: int
-    w: int
-    h: int
-    title: str
-    lines: tuple[str, ...] = ()
-    fill: str = HOST
-
-    def svg(self) -> str:
-        middle = self.x + self.w / 2
-        parts = [
-            f'<rect x="{self.x}" y="{self.y}" width="{self.w}" height="{self.h}" rx="6" fill="{self.fill}"'
-            f' stroke="{INK}"/>',
-            f'<text x="{middle}" y="{self.y + 21}" text-anchor="middle" font-weight="bold">{escape(self.title)}</text>',
-        ]
-        for i, line in enumerate(self.lines):
-            parts.append(text(middle, self.y + 40 + 16 * i, line, "middle"))
-        return "\n".join(parts)
-
-
-@dataclass(frozen=True)
-class Frame:
-    """Around boxes that belong together."""
-
-    x: int
-    y: int
-    w: int
-    h: int
-    label: str
-    indent: int = 8
-
-    def svg(self) -> str:
-        rect = (
-            f'<rect x="{self.x}" y="{self.y}" width="{self.w}" height="{self.h}" rx="6" fill="none" stroke="{INK}"'
-            ' stroke-dasharray="5 4"/>'
-        )
-        return rect + "\n" + text(self.x + self.indent, self.y + 16, self.label)
-
-
-def text(x: float, y: float, words: str, anchor: str = "start") -> str:
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-size="12">{escape(words)}</text>'
-
-
-def arrow(*points: tuple[int, int], label: str = "") -> str:
-    """Through `points`; the label stands above the first part."""
-    path = " ".join(f"{x},{y}" for x, y in points)
-    line = f'<polyline points="{path}" fill="none" stroke="{INK}" marker-end="url(#head)"/>'
-    (x1, y1), (x2, y2) = points[:2]
-    return line + (text((x1 + x2) / 2, (y1 + y2) / 2 - 5, label, "middle") if label else "")
-
-
-def sheet(width: int, height: int, parts: Sequence[str | Box | Frame]) -> str:
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
-        f' font-family="sans-serif" font-size="14" fill="{INK}">\n'
-        f'<defs><marker id="head" markerWidth="9" markerHeight="9" refX="8" refY="4" orient="auto">'
-        f'<path d="M0,0 L8,4 L0,8 z" fill="{INK}"/></marker></defs>\n'
-        f'<rect width="{width}" height="{height}" fill="{PAPER}"/>\n'
+def overview() -> str:
+    """The whole runtime, and where packages come in."""
+    return sheet(
+        900,
+        490,
+        [
+            Frame(20, 20, 560, 442, "rapid-infer: knows no model"),
+            Frame(620, 20, 260, 442, "packages, by their entry points"),
+            arrow((300, 108), (300, 138)),
+            arrow((300, 200), (300, 230)),
+            arrow((300, 292), (300, 322)),
+            arrow((300, 384), (300, 398)),
+            arrow((640, 261), (542, 261)),
+            arrow((640, 353), (542, 353)),
+            arrow((640, 79), (542, 79)),
+            arrow((640, 169), (590, 169), (590, 245), (542, 245)),
+            Box(
+                60,
+                46,
+                480,
+                62,
+                "generate, chat, LLM, AsyncLLM, serve",
+                ("text, chat templates, tool calls, HTTP as OpenAI's",),
+            ),
+            Box(60, 138, 480, 62, "engine", ("continuous batching, paged cache, prefix caching, chunked prefill",)),
+            Box(
+                60,
+                230,
+                480,
+                62,
+                "worker, loader, layers",
+                ("one step program; ranks and weight formats are the layers' business",),
+                DEVICE,
+            ),
+            Box(
+                60,
+                322,
+                480,
+                62,
+                "operators",
+                ("one meaning each; the provider that fits and ranks highest runs",),
+                DEVICE,
+            ),
+            Box(60, 400, 480, 46, "torch, Triton kernels, CUDA graphs, NCCL", (), PAPER),
+            Box(640, 48, 220, 62, "parsers", ("rapid_infer.tool_parsers, ...",)),
+            Box(640, 138, 220, 62, "weight formats", ("rapid_infer.quantization",)),
+            Box(640, 230, 220, 62, "models", ("rapid_infer.models: llama, yours, ...",)),
+            Box(640, 322, 220, 62, "providers of operators", ("rapid_infer.ops",), DEVICE),
+            text(750, 425, "pip install is all; nothing is edited", "middle"),
+        ],
+        "blue: on the host; green: on the device",
     )
-    drawn = [part if isinstance(part, str) else part.svg() for part in [*parts, text(20, height - 12, LEGEND)]]
-    return head + "\n".join(drawn) + "\n</svg>\n"
 
 
 def request_path() -> str:
@@ -106,6 +93,7 @@ def request_path() -> str:
             Box(600, 280, 240, 62, "sample", ("head, sampling, tokens written back",), DEVICE),
             text(325, 120, "StepPlan down, StepResult up"),
         ],
+        LEGEND,
     )
 
 
@@ -168,6 +156,7 @@ def plan() -> str:
             text(755, 338, "whose results they are: requests,", "middle"),
             text(755, 354, "epochs, limits, stop_ids [S]", "middle"),
         ],
+        LEGEND,
     )
 
 
@@ -232,6 +221,7 @@ def forward() -> str:
             ),
             Box(430, 332, 220, 56, "ForwardOutput", ("hidden [S, hidden], rows, lengths",), PAPER),
         ],
+        LEGEND,
     )
 
 
@@ -275,10 +265,17 @@ def sample() -> str:
             Box(300, 330, 220, 62, "RowState.append", ("tokens and counters of live rows",)),
             Box(570, 330, 230, 62, "StepOutputs", ("new tokens, finished requests",), PAPER),
         ],
+        LEGEND,
     )
 
 
-DRAWN = {"request-path": request_path, "step-plan": plan, "step-forward": forward, "step-sample": sample}
+DRAWN = {
+    "overview": overview,
+    "request-path": request_path,
+    "step-plan": plan,
+    "step-forward": forward,
+    "step-sample": sample,
+}
 
 
 def main() -> None:

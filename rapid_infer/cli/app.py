@@ -21,6 +21,7 @@ COMMANDS: dict[str, str] = {
     "inspect": "rapid_infer.cli.inspect:inspect",
     "download": "rapid_infer.cli.download:download",
     "verify": "rapid_infer.cli.verify:verify",
+    "compare": "rapid_infer.cli.compare:compare",
     "warm-up": "rapid_infer.cli.warm_up:warm_up",
     "doctor": "rapid_infer.cli.doctor:doctor",
     "plugin": "rapid_infer.cli.plugin:plugin",

@@ -67,12 +67,12 @@ def check(
                 f"{'FAILED' if fault else 'ok':6}  {name}{': ' if fault or note else ''}{fault or note or ''}",
                 flush=True,
             )
+    if not rows:
+        raise ConfigError(f"no check has {' or '.join(only or ())} in its name; run without --only to see them all")
     failed = sum(row["fault"] is not None for row in rows)
     if as_json:
         print(json.dumps({"distribution": distribution, "ok": not failed, "checks": rows}, indent=2))
     else:
         print(f"{len(rows) - failed} of {len(rows)} checks passed")
-    if not rows:
-        raise ConfigError(f"no check has {' or '.join(only or ())} in its name; run without --only to see them all")
     if failed:
         raise typer.Exit(1)

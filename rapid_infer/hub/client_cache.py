@@ -77,10 +77,18 @@ def find_listed(lock: Lock, note: Note) -> tuple[Path, Lock] | list[str]:
     return wrong
 
 
-def _hf_repo(repo: str) -> Path:
+def client_caches() -> dict[str, Path]:
+    """Hub -> the folder in which its client keeps models, there or not."""
+    return {"huggingface": _hf_cache(), "modelscope": _modelscope_cache()}
+
+
+def _hf_cache() -> Path:
     home = _folder("HF_HOME") or (_folder("XDG_CACHE_HOME") or _home() / ".cache") / "huggingface"
-    cache = _folder("HF_HUB_CACHE") or _folder("HUGGINGFACE_HUB_CACHE") or home / "hub"
-    return cache / f"models--{repo.replace('/', '--')}"
+    return _folder("HF_HUB_CACHE") or _folder("HUGGINGFACE_HUB_CACHE") or home / "hub"
+
+
+def _hf_repo(repo: str) -> Path:
+    return _hf_cache() / f"models--{repo.replace('/', '--')}"
 
 
 def _hf_commit(repo: str, revision: str) -> str | None:

@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -21,7 +22,28 @@ from rapid_infer.ops.registry import OPS, BoundOp, OpResolver
 from rapid_infer.worker.graph_recorder import capture_failure
 
 T = TypeVar("T")
-READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+READS = ("tolist", "numpy", "__array__", "cpu")
+"""Methods of tensors that wait for the device without being an operator; those that are one have a tag that says it."""
+WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+INDEXES = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default}
+
+
+def _reads(func: Any, args: Sequence[Any]) -> bool:
+    """Whether an operator waits for values on the device, in order to return one or to know a shape."""
+    if func in INDEXES:  # only by a mask: how many it takes is not known
+        return any(index is not None and index.dtype == torch.bool for index in args[1])
+    return bool(WAITS & set(func.tags)) or func is torch.ops.aten.is_nonzero.default
+
+
+def _refuse(what: object) -> RuntimeError:
+    return RuntimeError(f"operation not permitted when stream is capturing: {what} reads values on the host")
+
+
+class _Reading(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in READS:
+            raise _refuse(f"Tensor.{func.__name__}")
+        return func(*args, **(kwargs or {}))
 
 
 class ActedGraph:
@@ -50,8 +72,8 @@ class _Recording(TorchDispatchMode):
         return result
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in READS:
-            raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
+        if _reads(func, args):
+            raise _refuse(func)
         kwargs = kwargs or {}
         given = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
         writes = (a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
@@ -64,7 +86,7 @@ class _Recording(TorchDispatchMode):
         def call(bound: BoundOp, *args: Any, **kwargs: Any) -> Any:
             op = OPS[bound.op]
             given = inspect.signature(op.reference).bind(*args, **kwargs).arguments
-            with _disable_current_modes():
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
                 return self.note(bound.fn, args, kwargs, [given[name] for name in op.mutates])
 
         with patch.object(BoundOp, "__call__", call):
@@ -81,7 +103,7 @@ class ActingRecorder:
         recording = _Recording(ActedGraph())
         try:
             (warm_up or run)()
-            with recording.ops_as_one(), recording:
+            with recording.ops_as_one(), _Reading(), recording:
                 result = run()
         except Exception as error:
             raise capture_failure(what, error, OpResolver("cpu")) from error

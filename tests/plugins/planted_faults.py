@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from rapid_infer_qwen3.model import Qwen3ForCausalLM, QwenAttention
+from torch import Tensor
 
 from rapid_infer.plugin import Attention, QKVParallelLinear, WeightMap, ignore
 
@@ -66,6 +68,23 @@ class HeadNotReplicated(Qwen3ForCausalLM):
             config.head_dim,
         )
         return module
+
+
+def _reads_on_host(read: Callable[[Tensor], object]) -> type:
+    class ReadsOnHost(Qwen3ForCausalLM):
+        def forward(self, batch: Any) -> Any:
+            hidden = super().forward(batch)
+            read(hidden)
+            return hidden
+
+    return ReadsOnHost
+
+
+ReadsAnItem = _reads_on_host(lambda hidden: hidden.sum().item())
+ReadsAList = _reads_on_host(lambda hidden: hidden[0].tolist())
+ReadsACopy = _reads_on_host(lambda hidden: hidden.cpu())
+Decides = _reads_on_host(lambda hidden: 1 if hidden.sum() > 0 else 0)
+TakesByMask = _reads_on_host(lambda hidden: hidden[hidden > 0])
 
 
 class ReadsByHand(Qwen3ForCausalLM):

@@ -15,6 +15,7 @@ from tiny_chat import Run, make_chat_model, make_run
 from rapid_infer.cli import app
 
 CPU = ("--device", "cpu", "--dtype", "float32", "--greedy", "--max-tokens", "3")
+QUICK_DOCTOR = ["doctor", "--offline", "--no-run"]
 needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
 FULL = "error: the output cannot be written: No space left on device; what is missing is lost\n"
 
@@ -22,6 +23,12 @@ FULL = "error: the output cannot be written: No space left on device; what is mi
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_chat_model(tmp_path_factory.mktemp("chat"))
+
+
+@pytest.fixture(autouse=True)
+def online(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes back what `--offline` sets for the process."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
 
 
 @pytest.fixture
@@ -34,7 +41,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 @pytest.mark.parametrize(
     "args",
     [
-        *(["--help"], ["--version"], ["models"], ["models", "--json"], ["doctor"], ["doctor", "--json"]),
+        *(["--help"], ["--version"], ["models"], ["models", "--json"], QUICK_DOCTOR, [*QUICK_DOCTOR, "--json"]),
         *(["inspect", "MODEL"], ["inspect", "MODEL", "--json"], ["chat", "MODEL", *CPU]),
         *(["generate", "MODEL", "-p", "Hi", *CPU, *more] for more in ([], ["--json"], ["-n", "2"])),
     ],
@@ -98,7 +105,7 @@ def test_closed_streams_are_empty(model: str, monkeypatch: pytest.MonkeyPatch, r
     assert err.startswith("error: no prompt")
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stderr", None)
-    for args in (["models"], ["doctor"], ["chat", model], ["generate", model, "-p", "Hi", *CPU]):
+    for args in (["models"], QUICK_DOCTOR, ["chat", model], ["generate", model, "-p", "Hi", *CPU]):
         assert run(*args)[0] == 0
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from rapid_infer import errors
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 SOURCES = [*ROOT.glob("rapid_infer/**/*.py"), *ROOT.glob("plugins/*/src/**/*.py")]
@@ -46,6 +48,15 @@ def quoted() -> list[str]:
         for row in table.splitlines():
             spans += re.findall(r"`([^`]+)`", re.split(r" \| ", row, maxsplit=1)[0])
     return list(dict.fromkeys(spans))
+
+
+def test_each_error_class_has_a_cause_and_a_cure() -> None:
+    table = re.search(r"^\| error \| cause \| cure \|\n\|[-| ]+\n((?:\|.*\n)+)", PAGE.read_text(), re.MULTILINE)
+    assert table
+    rows = [row.strip("|").split(" | ") for row in table[1].splitlines()]
+    classes = {name for name, value in vars(errors).items() if isinstance(value, type)} - {"RapidInferError"}
+    assert {row[0].strip(" `") for row in rows} == classes
+    assert all(len(row) == 3 and all(cell.strip() for cell in row) for row in rows)
 
 
 def test_the_page_has_messages() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from rapid_infer.errors import PluginError
 from rapid_infer.registry import Entry, ModelRegistry, reason
+from rapid_infer.testing.tiny import TINY
 
 MODULE = "conformance"
 
@@ -50,6 +51,12 @@ class Case:
                 f"{where} has no model_type: expected one that transformers knows, or oracle and checkpoint"
             )
         return case
+
+    def config(self, variant: str = "") -> Any:
+        """transformers' config of these sizes; it must know `model_type`."""
+        from transformers import AutoConfig
+
+        return AutoConfig.for_model(self.model_type, **{**TINY, **self.sizes, **self.variants.get(variant, {})})
 
 
 def entries_of(distribution: str) -> list[Entry]:

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from rapid_infer.layers.attention import Attention
-from rapid_infer.parallel.partial_sum import reduced
 from rapid_infer.testing.conformance.subject import Rank, Subject
+from rapid_infer.testing.layer_outputs import Difference, first_beyond, layer_outputs, relative
 
 TOLERANCE = 1e-3
 """Of the largest value: far above rounding in fp32, far below what a mistake makes."""
@@ -26,7 +26,8 @@ def explain(subject: Subject, tokens: list[int]) -> str:
     rank = subject.rank()
     theirs = _outputs(reference, lambda: subject.oracle.logits([tokens]))
     ours = _outputs(rank.model, lambda: rank.logits(tokens))
-    place = first_difference(ours, theirs)
+    shared = (Difference(place, 0, relative(x, theirs[place])) for place, x in ours.items() if place in theirs)
+    place = first_beyond(list(shared), TOLERANCE)
     if place is None:
         return (
             "all layers agree in one forward of the whole prompt: look at what happens between steps (cache, positions)"
@@ -36,22 +37,11 @@ def explain(subject: Subject, tokens: list[int]) -> str:
     )
 
 
-def first_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> str | None:
-    """The first place, in the order of the forward, whose outputs differ."""
-    return next((place for place, x in ours.items() if place in theirs and not _close(x, theirs[place])), None)
-
-
-def _close(ours: Tensor, theirs: Tensor) -> bool:
-    if ours.shape != theirs.shape:
-        return False
-    return bool((ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max())
-
-
 def _scaled(ours: Tensor, theirs: Tensor) -> str:
     if ours.shape != theirs.shape:
         return f" (its shape is {list(ours.shape)}, the oracle's {list(theirs.shape)})"
     ratio = float((ours * theirs).sum() / (theirs * theirs).sum())
-    if _close(ours, ratio * theirs):
+    if relative(ours, ratio * theirs) <= TOLERANCE:
         return f": it is {ratio:.5g} times the oracle's, so a scale is missing or applied a second time"
     return ""
 
@@ -64,7 +54,7 @@ def _mended(rank: Rank, tokens: list[int], place: str, theirs: dict[str, Tensor]
     attentions = [module for module in rank.model.modules() if isinstance(module, Attention)]
     for words, change in _hypotheses(attentions):
         with change():
-            if _close(_outputs(rank.model, lambda: rank.logits(tokens))[place], theirs[place]):
+            if relative(_outputs(rank.model, lambda: rank.logits(tokens))[place], theirs[place]) <= TOLERANCE:
                 return f": {words}"
     return ""
 
@@ -112,31 +102,7 @@ def _changed(attentions: Attentions, name: str, value: Callable[[Any], Any]) -> 
 
 
 def _outputs(model: nn.Module, run: Callable[[], Tensor]) -> dict[str, Tensor]:
-    """fp32 outputs `[tokens, ...]` of embedding, attention, feed-forward, layers and last norm, then the logits."""
-    found: dict[str, Tensor] = {}
-    hooks = []
-    for full, module in model.named_modules():
-        name = full.removeprefix("model.")
-        parts = name.split(".")
-        layer = parts[0] == "layers" and (len(parts) == 2 or (len(parts) == 3 and parts[2] in ("self_attn", "mlp")))
-        if layer or name in ("embed_tokens", "norm"):
-            hooks.append(module.register_forward_hook(_noting(found, name)))
-    try:
-        logits = run()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    found["the head (logits)"] = logits.flatten(0, -2).float()
-    return found
-
-
-def _noting(found: dict[str, Tensor], name: str) -> Any:
-    def note(module: nn.Module, args: Any, result: Any) -> None:
-        value = result
-        if isinstance(result, tuple):
-            # A layer of ours gives what is to be added to the residual stream, and the stream.
-            pair = name.count(".") == 1 and len(result) == 2 and result[1] is not None
-            value = reduced(result[0]) + result[1] if pair else result[0]
-        found[name] = reduced(value).detach().flatten(0, -2).float().clone()
-
-    return note
+    """Those of the layers, then the logits."""
+    logits: list[Tensor] = []
+    found = layer_outputs(model, lambda: logits.append(run()))
+    return {**found, "the head (logits)": logits[0].flatten(0, -2).float()}

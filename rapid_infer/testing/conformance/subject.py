@@ -25,7 +25,7 @@ from rapid_infer.parallel import ParallelState
 from rapid_infer.registry import Entry, ModelRegistry, load_target
 from rapid_infer.testing.conformance.case import Case
 from rapid_infer.testing.oracle import GreedyRun, Oracle
-from rapid_infer.testing.tiny import TINY, make_checkpoint
+from rapid_infer.testing.tiny import make_checkpoint
 from rapid_infer.worker.build import allocate_caches, grouped_modules
 
 LENGTHS = (1, 2, 15, 16, 17, 33, 70)
@@ -66,10 +66,8 @@ class Subject:
                 write: Any = load_target(self.case.checkpoint)
                 write(path, dict(self.sizes), dtype)
             else:
-                from transformers import AutoConfig
-
-                config = AutoConfig.for_model(self.case.model_type, **{**TINY, **self.sizes})
                 named = {"architectures": [self.entry.name]}
+                config = self.case.config(self.variant)
                 make_checkpoint(path, config, dtype=dtype, gain=self.case.gain, config_updates=named)
         return path
 

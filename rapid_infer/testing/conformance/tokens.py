@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from rapid_infer.cache.pools import shared_pools
+from rapid_infer.device import probe
 from rapid_infer.layers.attention import CachedModule
 from rapid_infer.llm import LLM
 from rapid_infer.loader.inventory import Inventory
@@ -123,16 +125,12 @@ def graphs(subject: Subject) -> None:
 
 
 def dtype(subject: Subject) -> None:
-    """A checkpoint in bfloat16 is taken in one dtype, and rounding costs no more than the oracle's own does."""
+    """Auto is the checkpoint's dtype where that is fast; matrices have it; rounding costs what it must."""
     path = subject.store("bfloat16")
     with subject.open(path, dtype="auto") as llm:
-        used = llm.engine.config.model.dtype
-        expect(used in ("bfloat16", "float32"), f"dtype auto gives {used} for a checkpoint in bfloat16")
+        _in_one_dtype(llm, "auto", "bfloat16" if probe("cpu").bfloat16 else "float32")
     with subject.open(path, dtype="bfloat16") as llm:
-        wide = [
-            n for n, p in llm.engine.executor.built.model.named_parameters() if p.ndim > 1 and p.dtype.itemsize != 2
-        ]
-        expect(not wide, f"matrices that are not in bfloat16: {wide}; create parameters in ctx.dtype")
+        _in_one_dtype(llm, "bfloat16", "bfloat16")
         if subject.case.oracle is not None:
             return
         exact, rounded = subject.oracle_of(path), subject.oracle_of(path, "bfloat16")
@@ -149,6 +147,13 @@ def dtype(subject: Subject) -> None:
     )
 
 
+def _in_one_dtype(llm: LLM, given: str, wanted: str) -> None:
+    used, model = llm.engine.config.model.dtype, llm.engine.executor.built.model
+    expect(used == wanted, f"dtype {given} gives {used} for a checkpoint in bfloat16, expected {wanted}")
+    other = [n for n, p in model.named_parameters() if p.ndim > 1 and p.dtype != getattr(torch, wanted)]
+    expect(not other, f"matrices that are not in {wanted}: {other}; create parameters in ctx.dtype")
+
+
 def memory(subject: Subject) -> None:
     """Parameters hold what the files hold, and the cache takes the bytes that its specifications say."""
     with subject.open() as llm:
@@ -161,18 +166,19 @@ def memory(subject: Subject) -> None:
             held == stored - ignored,
             f"the model holds {held} values, the files {stored}, {ignored} of them ignored: is a matrix held twice?",
         )
-        storages = {}
-        for module in model.modules():
-            if isinstance(module, CachedModule):
-                for cache in (v for v in vars(module).values() if isinstance(v, torch.Tensor) and v.numel()):
-                    if cache.ndim >= 3:
-                        storages[cache.untyped_storage().data_ptr()] = cache.untyped_storage().nbytes()
+        storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage().nbytes() for cache in _caches(model)}
         groups = cache_groups(model)
         pages = sum(pool.page_bytes(plan.block_size) * n for pool, n in zip(shared_pools(groups), plan.num_blocks))
         expect(
             sum(storages.values()) == pages == plan.total_bytes,
             f"caches take {sum(storages.values())} bytes, by their specifications {pages}, planned {plan.total_bytes}",
         )
+
+
+def _caches(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    for module in model.modules():
+        if isinstance(module, CachedModule):
+            yield from (v for v in vars(module).values() if isinstance(v, torch.Tensor) and v.numel() and v.ndim >= 3)
 
 
 def _count(shape: Any) -> int:
