@@ -62,7 +62,13 @@ def build(report: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[A
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_doctor_says_why_it_is_not_chosen_and_nothing_is_built(installed: Path, report: dict[str, Any]) -> None:
     first, *others = report["ops"]["fused_add_rms_norm"]
-    assert first == {"provider": "cuda_cpp", "priority": 20, "reasons": ["runs on cuda, not cpu"]}
+    assert first == {
+        "provider": "cuda_cpp",
+        "priority": 20,
+        "reasons": ["runs on cuda, not cpu"],
+        "calls": first["calls"],
+    }
+    assert not first["calls"]
     assert OP.bind(OpInfo.of("cpu", torch.bfloat16)).provider == others[0]["provider"] == "cpu"
     assert not (installed / "kernels").exists()
     assert "rapid_infer_op_cuda.norm" not in sys.modules
