@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rapid_infer.ops.providers.triton.facts import INTERPRETED
+from rapid_infer.ops.providers.triton.kv_values import cached_values
 
 TILE_BYTES = 16384
 """Of one tile of keys: with pipelined keys and values, two programs still fit a multiprocessor's shared memory."""
@@ -30,7 +31,8 @@ def tile_constants(q: Tensor, k_cache: Tensor) -> dict[str, int]:
     """Constants of both kernels that follow from the shapes of q `[tokens, heads, head_dim]` and the cache."""
     _, block_size, kv_heads, dim = k_cache.shape
     padded = max(triton.next_power_of_2(dim), 16)
-    tile = min(max(TILE_BYTES // (padded * k_cache.element_size()), 16), MAX_TILE)
+    # By q, since keys of a smaller type become as large in registers.
+    tile = min(max(TILE_BYTES // (padded * q.element_size()), 16), MAX_TILE)
     return {
         "GROUP": q.shape[1] // kv_heads,
         "DIM": dim,
@@ -96,6 +98,8 @@ def attend(
         else:
             k = tl.load(k_ptr + at)
             v = tl.load(v_ptr + at)
+        k = cached_values(k, q.dtype)
+        v = cached_values(v, q.dtype)
         score = matmul(q, tl.trans(k), tl.zeros([q.shape[0], TILE], tl.float32)) * scale
         if CAP:
             score = cap - 2.0 * cap / (tl.exp2(score) + 1.0)

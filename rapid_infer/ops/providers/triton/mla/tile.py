@@ -8,11 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from rapid_infer.cache.spec import LatentRecord
 from rapid_infer.ops.providers.triton.attention.tile import load_blocks, matmul, score_scales
+from rapid_infer.ops.providers.triton.kv_values import cached_values
 
 TILE = 32
 """Keys; of 576 values each, 36 KiB in 16 bits."""
@@ -33,6 +36,18 @@ def check_strides(q: Tensor, cache: Tensor) -> Tensor:
     if cache.stride(-1) != 1:
         raise ValueError(f"a cached entry's features must lie side by side, got strides {cache.stride()}")
     return q if q.stride(-1) == 1 else q.contiguous()
+
+
+def cache_views(cache: Tensor, rank: int, rope: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(latents, rope keys, scales) of a cache of `LatentRecord`s, each from the first entry's on; else the cache alone.
+
+    Their elements have 1, 2 and 4 bytes, and a stride of the cache is one of bytes.
+    """
+    if cache.dtype != torch.uint8:
+        return cache, None, None
+    record = LatentRecord(rank, rope)
+    of_rope = cache.view(torch.bfloat16)[..., record.rope_at // 2 :]
+    return cache.view(torch.float8_e4m3fn), of_rope, cache.view(torch.float32)[..., record.scale_at // 4 :]
 
 
 def mla_shape(q: Tensor, cache: Tensor, scale: float, rank: int, most_heads: int) -> MLAShape:
@@ -68,34 +83,44 @@ def load_query(
 
 @triton.jit
 def attend_latent(
-    acc, top, total, q_latent, q_rope, position, cache_ptr, table_ptr, begin, end, keys, block_stride, token_stride,
-    scale,
+    acc, top, total, q_latent, q_rope, position, cache_ptr, rope_ptr, scales_ptr, table_ptr, begin, end, keys,
+    block_stride, token_stride, scale,
     RANK: tl.constexpr, RANK_PAD: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr,
     TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Take the keys `begin .. end` of a row that has `keys` into (acc `[M, RANK_PAD]`, top `[M]`, total `[M]`).
 
     Queries stand at `position` `[M]`; `begin` is a multiple of TILE. Without MASKED every query sees all of them.
+    `rope_ptr` and `scales_ptr` are of `cache_views`.
     """
     index, turned = tl.arange(0, RANK_PAD), tl.arange(0, ROPE_PAD)
     blocks = load_blocks(table_ptr, begin, keys, TILE, BLOCK_SIZE)
     for first in range(begin, end, TILE):
         key = first + tl.arange(0, TILE)
         slot = (first % BLOCK_SIZE + tl.arange(0, TILE)) if BLOCK_SIZE % TILE == 0 else key % BLOCK_SIZE
-        entry = cache_ptr + (blocks.to(tl.int64) * block_stride + slot * token_stride)[:, None]
+        at = (blocks.to(tl.int64) * block_stride + slot * token_stride)[:, None]
+        entry = cache_ptr + at
+        rope_entry = entry + RANK
+        if rope_ptr is not None:
+            rope_entry = rope_ptr + at // 2
         blocks = load_blocks(table_ptr, first + TILE, keys, TILE, BLOCK_SIZE)
         if MASKED:
             # Slots past the last key may hold NaN, which a weight of zero does not hide.
             inside = (key < keys)[:, None]
             latent = tl.load(entry + index[None, :], mask=inside & (index < RANK)[None, :], other=0.0)
-            rope = tl.load(entry + RANK + turned[None, :], mask=inside & (turned < ROPE)[None, :], other=0.0)
+            rope = tl.load(rope_entry + turned[None, :], mask=inside & (turned < ROPE)[None, :], other=0.0)
         elif RANK < RANK_PAD or ROPE < ROPE_PAD:
             latent = tl.load(entry + index[None, :], mask=(index < RANK)[None, :], other=0.0)
-            rope = tl.load(entry + RANK + turned[None, :], mask=(turned < ROPE)[None, :], other=0.0)
+            rope = tl.load(rope_entry + turned[None, :], mask=(turned < ROPE)[None, :], other=0.0)
         else:
             latent = tl.load(entry + index[None, :])
-            rope = tl.load(entry + RANK + turned[None, :])
+            rope = tl.load(rope_entry + turned[None, :])
+        latent = cached_values(latent, q_latent.dtype)
+        rope = cached_values(rope, q_rope.dtype)
         score = matmul(q_latent, tl.trans(latent), tl.zeros([q_latent.shape[0], TILE], tl.float32))
+        if scales_ptr is not None:
+            of_keys = tl.load(scales_ptr + tl.reshape(at, [TILE]) // 4, mask=key < keys, other=0.0)[None, :]
+            score *= of_keys
         score = matmul(q_rope, tl.trans(rope), score) * scale
         if MASKED:
             score = tl.where(key[None, :] <= position[:, None], score, float("-inf"))
@@ -107,6 +132,8 @@ def attend_latent(
         weight = tl.exp2(score - base[:, None])
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(weight, 1)
+        if scales_ptr is not None:
+            weight *= of_keys
         acc = matmul(weight.to(latent.dtype), latent, acc * shrink[:, None])
         top = higher
     return acc, top, total
