@@ -5,18 +5,40 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rapid_infer.ops.providers.triton.quantized.decode import fp8_codes, fp8_values
+from rapid_infer.ops.providers.triton.facts import INTERPRETED
+from rapid_infer.ops.providers.triton.quantized.decode import fp8_codes
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
 def cached_values(tile, DTYPE: tl.constexpr):
-    """A tile of a cache as DTYPE, of e4m3 without its scale."""
+    """A tile of a cache as DTYPE, of e4m3 without its scale; NaN stays NaN."""
     if tile.dtype == DTYPE:
         return tile
-    elif tile.dtype == tl.float8e4nv:
-        return fp8_values(tile, DTYPE)
+    elif tile.dtype == tl.float8e4nv and _INTERPRETED:
+        # The interpreter knows no NaN of this type.
+        nan = (tile.to(tl.uint8, bitcast=True) & 127) == 127
+        return tl.where(nan, float("nan"), tile.to(tl.float32))
     else:
         return tile.to(DTYPE)
+
+
+@triton.jit
+def queries_for_fp8(q, scale):
+    """(q `[M, DIM]`, scale of its scores, `[M, 1]` or as it was) for a product with e4m3.
+
+    That becomes fp16 in one instruction for two values, and bf16 in four. So q does too, over a power of two that
+    keeps each row in range; beside it all that is lost lies 2^24 below a row's largest value.
+    """
+    if q.dtype == tl.bfloat16:
+        largest = tl.maximum(tl.max(tl.abs(q.to(tl.float32)), 1), 1e-30)
+        exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
+        inverse = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
+        power = exponent.to(tl.float32, bitcast=True)
+        return (q.to(tl.float32) * inverse[:, None]).to(tl.float16), scale * power[:, None]
+    else:
+        return q, scale
 
 
 @triton.jit

@@ -28,7 +28,7 @@ from rapid_infer.ops.providers.triton.attention.tile import (
     store_part,
     write_row,
 )
-from rapid_infer.ops.providers.triton.kv_values import head_scales
+from rapid_infer.ops.providers.triton.kv_values import head_scales, queries_for_fp8
 from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
 
 WARPS = 4
@@ -136,6 +136,9 @@ def _decode_kernel(
         table = table_ptr + tl.load(rows_ptr + row).to(tl.int64) * table_stride
         q_at = q_ptr + tl.cast(row, tl.int64) * q_stride + (head * GROUP + group)[:, None] * q_head_stride
         q = tl.load(q_at + dim[None, :], mask=real, other=0.0)
+        q_scale = scale
+        if kv_scales_ptr is not None:
+            q, q_scale = queries_for_fp8(q, scale)
         begin, end, first_slice, slices = row_part(first_ptr, row, slice, quota, ROW_COST)
         skipped = first_tile(keys, window, TILE, WINDOW)
         item = next_item
@@ -152,7 +155,7 @@ def _decode_kernel(
                 tl.zeros([M], tl.float32),
                 q, tl.full([M], 0, tl.int32) + keys - 1, k_ptr, v_ptr, table,
                 (skipped + begin) * TILE, tl.minimum((skipped + end) * TILE, keys), keys, block_stride, token_stride,
-                window, scale, cap, DIM, DIM_PAD, TILE, BLOCK_SIZE, True, WINDOW, CAP,
+                window, q_scale, cap, DIM, DIM_PAD, TILE, BLOCK_SIZE, True, WINDOW, CAP,
             )  # fmt: skip
             if kv_scales_ptr is not None:
                 acc *= v_scale

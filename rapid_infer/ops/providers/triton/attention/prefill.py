@@ -25,7 +25,7 @@ from rapid_infer.ops.providers.triton.attention.prefill_config import (
 from rapid_infer.ops.providers.triton.attention.prefill_plan import ENTRY, prefill_plan
 from rapid_infer.ops.providers.triton.attention.prefill_split import add_up, find_part, make_parts
 from rapid_infer.ops.providers.triton.attention.tile import attend, finish
-from rapid_infer.ops.providers.triton.kv_values import head_scales
+from rapid_infer.ops.providers.triton.kv_values import head_scales, queries_for_fp8
 from rapid_infer.ops.providers.triton.launch import num_multiprocessors, options, start_next, wait_previous
 
 
@@ -142,10 +142,13 @@ def _prefill_kernel(
                 q_ptr + (at * q_stride + query_head * q_head_stride)[:, None] + dim[None, :],
                 mask=real[:, None] & (dim < DIM)[None, :], other=0.0,
             )  # fmt: skip
+            q_scale = scale
+            if kv_scales_ptr is not None:
+                q, q_scale = queries_for_fp8(q, scale)
             position = first_position + token
             acc, top, total = _attend_all(
                 q, position, k_ptr, v_ptr, k_tiles, v_tiles, head, table, first_position, begin, stop, end, keys,
-                block_stride, token_stride, head_stride, window, scale, cap,
+                block_stride, token_stride, head_stride, window, q_scale, cap,
                 M, DIM, DIM_PAD, TILE, BLOCK_SIZE, TMA, STAGES, WINDOW, CAP,
             )  # fmt: skip
             if kv_scales_ptr is not None:

@@ -15,6 +15,7 @@ from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.providers.triton.attention import groups
 from rapid_infer.ops.providers.triton.attention.plan import row_part
 from rapid_infer.ops.providers.triton.attention.tile import attend, load_part, merge, store_part, write_row
+from rapid_infer.ops.providers.triton.kv_values import queries_for_fp8
 
 SHARING = True
 """For measurements: False makes every row read all its keys."""
@@ -73,12 +74,15 @@ def attend_shared(
             table = table_ptr + tl.load(rows_ptr + tl.load(order_ptr + first)).to(tl.int64) * table_stride
             q_at = q_ptr + (row * q_stride + (head * GROUP + group) * q_head_stride)[:, None]
             q = tl.load(q_at + dim[None, :], mask=exists[:, None] & (dim < DIM)[None, :], other=0.0)
+            q_scale = scale
+            if kv_scales_ptr is not None:
+                q, q_scale = queries_for_fp8(q, scale)
             acc, top, total = attend(
                 tl.zeros([M, DIM_PAD], tl.float32),
                 tl.full([M], float("-inf"), tl.float32),
                 tl.zeros([M], tl.float32),
                 q, index, k_ptr, v_ptr, table, begin * TILE, end * TILE, end * TILE, block_stride, token_stride,
-                0, scale, cap, DIM, DIM_PAD, TILE, BLOCK_SIZE, False, False, CAP,
+                0, q_scale, cap, DIM, DIM_PAD, TILE, BLOCK_SIZE, False, False, CAP,
             )  # fmt: skip
             if kv_scales_ptr is not None:
                 acc *= tl.load(kv_scales_ptr + KV_HEADS + head)

@@ -13,6 +13,7 @@ from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.providers.triton.attention.decode import combine, leave_part
 from rapid_infer.ops.providers.triton.attention.plan import decode_plan, row_part
 from rapid_infer.ops.providers.triton.attention.tile import write_row
+from rapid_infer.ops.providers.triton.kv_values import queries_for_fp8
 from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
 from rapid_infer.ops.providers.triton.mla.tile import attend_latent, cache_views, check_strides, load_query, mla_shape
 
@@ -53,13 +54,16 @@ def _decode_kernel(
         q_row = q_ptr + tl.cast(row, tl.int64) * q_stride
         at = (block * GROUP + group) * q_head_stride
         q_latent, q_rope = load_query(q_row, at, group < GROUP, RANK, RANK_PAD, ROPE, ROPE_PAD)
+        q_scale = 1.0
+        if scales_ptr is not None:
+            q_latent, q_scale = queries_for_fp8(q_latent, q_scale)
         begin, end, first_slice, slices = row_part(first_ptr, row, slice, quota, ROW_COST)
         if begin < end:
             acc, top, total = attend_latent(
                 tl.zeros([M, RANK_PAD], tl.float32),
                 tl.full([M], float("-inf"), tl.float32),
                 tl.zeros([M], tl.float32),
-                q_latent, q_rope, tl.full([M], 0, tl.int32) + keys - 1, cache_ptr, rope_ptr, scales_ptr, table,
+                q_latent, q_rope, q_scale, tl.full([M], 0, tl.int32) + keys - 1, cache_ptr, rope_ptr, scales_ptr, table,
                 begin * TILE, tl.minimum(end * TILE, keys), keys, block_stride, token_stride, scale,
                 RANK, RANK_PAD, ROPE, ROPE_PAD, TILE, BLOCK_SIZE, True,
             )  # fmt: skip

@@ -83,7 +83,7 @@ def load_query(
 
 @triton.jit
 def attend_latent(
-    acc, top, total, q_latent, q_rope, position, cache_ptr, rope_ptr, scales_ptr, table_ptr, begin, end, keys,
+    acc, top, total, q_latent, q_rope, q_scale, position, cache_ptr, rope_ptr, scales_ptr, table_ptr, begin, end, keys,
     block_stride, token_stride, scale,
     RANK: tl.constexpr, RANK_PAD: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr,
     TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr,
@@ -91,7 +91,8 @@ def attend_latent(
     """Take the keys `begin .. end` of a row that has `keys` into (acc `[M, RANK_PAD]`, top `[M]`, total `[M]`).
 
     Queries stand at `position` `[M]`; `begin` is a multiple of TILE. Without MASKED every query sees all of them.
-    `rope_ptr` and `scales_ptr` are of `cache_views`.
+    `rope_ptr` and `scales_ptr` are of `cache_views`, `q_scale` of
+    `queries_for_fp8`, where they are.
     """
     index, turned = tl.arange(0, RANK_PAD), tl.arange(0, ROPE_PAD)
     blocks = load_blocks(table_ptr, begin, keys, TILE, BLOCK_SIZE)
@@ -120,7 +121,7 @@ def attend_latent(
         score = matmul(q_latent, tl.trans(latent), tl.zeros([q_latent.shape[0], TILE], tl.float32))
         if scales_ptr is not None:
             of_keys = tl.load(scales_ptr + tl.reshape(at, [TILE]) // 4, mask=key < keys, other=0.0)[None, :]
-            score *= of_keys
+            score *= of_keys * q_scale
         score = matmul(q_rope, tl.trans(rope), score) * scale
         if MASKED:
             score = tl.where(key[None, :] <= position[:, None], score, float("-inf"))
