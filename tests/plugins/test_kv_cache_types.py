@@ -82,7 +82,7 @@ def test_cached_prefixes_and_preempted_requests_equal_others(model: str, stored:
     assert min(output.num_cached_tokens for output in again) >= 40
     page = sum(group.page_bytes(4) for group in build.cache_groups(llm.engine.executor.built.model))
     small = open_llm(
-        checkpoint, **options, max_model_len=64, kv_cache_memory_bytes=26 * page, enable_prefix_caching=False
+        checkpoint, **options, max_model_len=64, kv_cache_memory_bytes=24 * page, enable_prefix_caching=False
     )
     outputs = small.generate(prompts, GREEDY)
     assert [list(output.outputs[0].token_ids) for output in outputs] == expected
