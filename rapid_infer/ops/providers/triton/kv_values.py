@@ -9,6 +9,11 @@ from rapid_infer.ops.providers.triton.facts import INTERPRETED
 from rapid_infer.ops.providers.triton.quantized.decode import fp8_codes
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
+# Both lower bytes of two pairs, then both upper ones.
+_PAIRS = tl.constexpr(
+    "{.reg .b32 t; .reg .b16 a, b; prmt.b32 t, $2, 0, 0x3120; mov.b32 {a, b}, t; "
+    "cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b;}"
+)
 
 
 @triton.jit
@@ -22,6 +27,28 @@ def cached_values(tile, DTYPE: tl.constexpr):
         return tl.where(nan, float("nan"), tile.to(tl.float32))
     else:
         return tile.to(DTYPE)
+
+
+@triton.jit
+def pair_values(pairs):
+    """(fp16 of the lower bytes, of the upper ones) of pairs of e4m3, int16.
+
+    Two at a time, so that copies into registers move elements of 16 bits, for which alone there are fast ones.
+    """
+    if _INTERPRETED:
+        low, high = (pairs & 255).to(tl.uint8), ((pairs >> 8) & 255).to(tl.uint8)
+        even = cached_values(low.to(tl.float8e4nv, bitcast=True), tl.float16)
+        return even, cached_values(high.to(tl.float8e4nv, bitcast=True), tl.float16)
+    else:
+        return tl.inline_asm_elementwise(
+            _PAIRS, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )  # fmt: skip
+
+
+@triton.jit
+def split_pairs(x):
+    """(even columns, odd columns) of x `[M, DIM]`, each `[M, DIM / 2]`."""
+    return tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
 
 
 @triton.jit

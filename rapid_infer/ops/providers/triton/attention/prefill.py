@@ -188,10 +188,11 @@ def prefill(
     """Write `out` and `lse` for the tokens after those of decode rows; arguments as of `decode`."""
     group, kv_heads, dim = constants["GROUP"], k_cache.shape[-2], constants["DIM"]
     if config is None:
-        possible = tma_view(k_cache, PAGE) is not None and tma_view(v_cache, PAGE) is not None
+        same = k_cache.dtype == q.dtype
+        possible = same and tma_view(k_cache, PAGE) is not None and tma_view(v_cache, PAGE) is not None
         decodes = metadata.num_decodes if metadata.decodes is None else 0
         sms = num_multiprocessors(q.device)
-        hopper = dim == 128 and k_cache.dtype == q.dtype and q.dtype.itemsize == 2 and has_hopper_kernel(q.device)
+        hopper = dim == 128 and same and q.dtype.itemsize == 2 and has_hopper_kernel(q.device)
         config = choose(q.shape[0] - decodes, q.shape[1], dim, q.dtype, possible, sms, hopper)
     per_tile = max(config.queries // group, 1)
     if config.hopper:

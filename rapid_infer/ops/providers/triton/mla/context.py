@@ -11,7 +11,7 @@ from rapid_infer.ops.providers.triton.attention.prefill_plan import ENTRY, prefi
 from rapid_infer.ops.providers.triton.attention.tile import finish
 from rapid_infer.ops.providers.triton.kv_values import queries_for_fp8
 from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
-from rapid_infer.ops.providers.triton.mla.tile import attend_latent, cache_views, check_strides, load_query, mla_shape
+from rapid_infer.ops.providers.triton.mla.tile import attend_latent, check_strides, load_query, mla_shape, read_views
 
 QUERIES = 64
 """Query heads of a tile, all its tokens together: their results stay in registers."""
@@ -85,7 +85,7 @@ def mla_context(
     per_tile = max(most // shape.group, 1)
     plan = prefill_plan(metadata, q.shape[0], per_tile)
     _context_kernel[(plan.shape[0] * shape.head_blocks,)](
-        q, *cache_views(cache, rank, shape.constants["ROPE"]), out, lse, metadata.block_table, plan,
+        q, *read_views(q, cache, rank), out, lse, metadata.block_table, plan,
         q.stride(0), q.stride(1), metadata.block_table.stride(0), cache.stride(0), cache.stride(1),
         HEAD_BLOCKS=shape.head_blocks, GROUP=shape.group, TOKENS=per_tile,
         M=max(triton.next_power_of_2(per_tile * shape.group), 16),

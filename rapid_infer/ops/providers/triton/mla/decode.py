@@ -15,7 +15,7 @@ from rapid_infer.ops.providers.triton.attention.plan import decode_plan, row_par
 from rapid_infer.ops.providers.triton.attention.tile import write_row
 from rapid_infer.ops.providers.triton.kv_values import queries_for_fp8
 from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
-from rapid_infer.ops.providers.triton.mla.tile import attend_latent, cache_views, check_strides, load_query, mla_shape
+from rapid_infer.ops.providers.triton.mla.tile import attend_latent, check_strides, load_query, mla_shape, read_views
 
 MOST_HEADS = 64
 """In a program: their results stay in registers."""
@@ -98,7 +98,7 @@ def mla_decode(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: flo
     tile = shape.constants["TILE"]
     plan = decode_plan(metadata, shape.head_blocks, shape.group, rank_pad, tile, None, part_cost=PART_COST)
     _decode_kernel[(plan.slices * shape.head_blocks,)](
-        q, *cache_views(cache, rank, shape.constants["ROPE"]), out,
+        q, *read_views(q, cache, rank), out,
         metadata.block_table, metadata.rows, metadata.seq_lens,
         plan.first, plan.slice_row, plan.quota, plan.arrived, plan.partial, plan.stats,
         q.stride(0), q.stride(1), metadata.block_table.stride(0), cache.stride(0), cache.stride(1),

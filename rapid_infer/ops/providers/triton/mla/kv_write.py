@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -92,8 +91,6 @@ def mla_kv_write(
     if q.stride(-1) != 1 or kv.stride(-1) != 1 or not query.is_contiguous():
         raise ValueError(f"features must lie side by side, got strides {q.stride()}, {kv.stride()}, {query.stride()}")
     cache, of_rope, scales = cache_views(cache, rank, rope)
-    if scales is not None:
-        cache = cache.view(torch.uint8)
     if tokens:
         _kernel[(tokens, 1 + triton.cdiv(heads, HEADS_AT_ONCE))](
             q, kv, positions, cos_sin, metadata.slots, cache, of_rope, scales, weight, query,
