@@ -40,6 +40,8 @@ class Attention(CachedModule):
     else writes there. `window`, `soft_cap` and `sinks` as in `AttentionParams`. Head counts are this rank's.
     """
 
+    kv_scales: Tensor | None
+
     def __init__(
         self,
         ctx: BuildContext,

@@ -65,6 +65,7 @@ class KVScales:
             raise ValueError(f"checkpoint {list(shape)}, expected one scale, or one for each of the model's KV heads")
         # As heads are cut, and repeated where there are more ranks.
         first = tp.tp_rank * count // tp.tp_size if count > 1 else 0
+        assert layer.kv_scales is not None
         row = nn.Parameter(layer.kv_scales[side], requires_grad=False)
         return Placement(row, shape, check=positive, store=partial(_store, row.data, first))
 

@@ -79,11 +79,14 @@ def paged_attention(dtype: torch.dtype, device: str) -> Iterator[Case]:
             for variant in variants if i == 2 else variants[:1]:
                 metadata, blocks = make_metadata(seq_lens, query_lens, size, device)
                 options = dict(variant)
-                stored, scales = options.pop("kv_cache_dtype", None), (None, None)
+                stored, scales = options.pop("kv_cache_dtype", None), None
                 if stored is not None:
                     options["kv_scales"] = scales = torch.rand(2, kv_heads, device=device) + 0.5
                 kind = {None: dtype, "fp8": torch.float8_e4m3fn, "nvfp4": torch.uint8}[stored]
-                k, v = (store_heads(torch.randn(blocks, size, kv_heads, dim, device=device), kind, s) for s in scales)
+                k, v = (
+                    store_heads(x, kind, None if scales is None else scales[side])
+                    for side, x in enumerate(torch.randn(2, blocks, size, kv_heads, dim, device=device))
+                )
                 if options.get("sinks"):
                     options["sinks"] = torch.randn(heads, device=device)
                 params = AttentionParams(dim**-0.5, **options)

@@ -31,8 +31,8 @@ def _case(
     if padding is not None:
         metadata = in_mixed_graph(metadata, *padding)
     tokens = len(metadata.slots)
-    latents = torch.randn(blocks * size, rank + rope, device=device).split((rank, rope), -1)
-    cache = store_latents(*latents, torch.uint8 if stored == "fp8" else dtype).view(blocks, size, -1)
+    latent, key = torch.randn(blocks * size, rank + rope, device=device).split((rank, rope), -1)
+    cache = store_latents(latent, key, torch.uint8 if stored == "fp8" else dtype).view(blocks, size, -1)
     q = torch.randn(tokens, heads, rank + rope, device=device).to(dtype)
     out = torch.randn(tokens, heads, rank, device=device).to(dtype)
     kwargs = {"q": q, "cache": cache, "metadata": metadata, "scale": (rank + rope) ** -0.5, "rank": rank, "out": out}

@@ -8,14 +8,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rapid_infer.ops import register
+from rapid_infer.ops import OpInfo, register
 from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.attention_params import lacks_kv
 from rapid_infer.ops.providers.cpu.attention import attention_plan
 from rapid_infer.ops.providers.cpu.supports import not_on_cpu
 from rapid_infer.ops.reference.kv_cache import load_latents
 
 
-@register("mla_decode", "cpu", priority=10, supports=not_on_cpu)
+def _cannot(info: OpInfo) -> list[str]:
+    return [*not_on_cpu(info), *lacks_kv(info, "bf16", "fp8")]
+
+
+@register("mla_decode", "cpu", priority=10, supports=_cannot)
 def mla_decode(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, rank: int, out: Tensor) -> None:
     """Rows of like length together."""
     plan = attention_plan(metadata, cache.shape[1], q.dtype)
