@@ -372,7 +372,7 @@ def quantize_checkpoint(source: Path, out: Path, target: str) -> tuple[Path, Pat
             continue
         leaves, dense = chosen.pack(weight.float(), name)
         quantized |= {f"{name.removesuffix('weight')}{leaf}": value for leaf, value in leaves.items()}
-        plain[name] = dense.to(weight.dtype)
+        plain[name] = dense
     if chosen.fuse:
         quantized = _fuse_experts(quantized)
     for path, content in ((out / "quantized", quantized), (out / "plain", plain)):

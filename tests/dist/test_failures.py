@@ -37,13 +37,17 @@ def faulty(checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.
     (path / "config.json").unlink()
     (path / "config.json").write_text(json.dumps({**config, "architectures": ["FaultyForCausalLM"]}))
     monkeypatch.setenv("FAULT", str(tmp_path / "fault.json"))
-    monkeypatch.setattr(rank_group, "STUCK_SECONDS", 3.0)
     # Known in this process alone: ranks are given the class by name.
     ModelRegistry.register("FaultyForCausalLM", "faulty_model:FaultyForCausalLM", override=True)
 
     def open_(how: str, phase: str, rank: int) -> LLM:
         (tmp_path / "fault.json").write_text(json.dumps({"how": how, "phase": phase, "rank": rank}))
-        return LLM(str(path), tensor_parallel_size=2, **OPTIONS)
+        if phase == "load":
+            monkeypatch.setattr(rank_group, "STUCK_SECONDS", 3.0)
+        llm = LLM(str(path), tensor_parallel_size=2, **OPTIONS)
+        # Not before: on a machine that does other work, a rank may well say nothing for so long while it starts.
+        monkeypatch.setattr(rank_group, "STUCK_SECONDS", 3.0)
+        return llm
 
     return open_
 
