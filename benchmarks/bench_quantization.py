@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from itertools import product
 from pathlib import Path
 
 from common import metrics, options, session, workloads
@@ -39,6 +40,8 @@ def main() -> int:
     own = parser.add_argument_group("what is compared")
     names = "none,fp8,fp8_row,fp8_block,nvfp4,mxfp4"
     own.add_argument("--schemes", default=names, metavar="LIST", help=f"formats, with commas (default {names})")
+    kinds = "of the KV cache, with commas; each is run with each format (default auto)"
+    own.add_argument("--kv-cache-dtypes", default="auto", metavar="LIST", help=f"types {kinds}")
     work = "latency-b1,latency-b32,prefill-8k,mixed-256"
     own.add_argument("--workloads", default=work, metavar="LIST", help=f"fixed work, with commas (default {work})")
     ns = parser.parse_args()
@@ -49,6 +52,7 @@ class _Benchmark(session.Session):
     def __init__(self, name: str, ns: argparse.Namespace, scratch: Path) -> None:
         super().__init__(name, ns, scratch)
         session.refuse(self.kwargs, "quantization", "name formats with --schemes")
+        session.refuse(self.kwargs, "kv_cache_dtype", "name types with --kv-cache-dtypes")
         self.workloads = {work: workloads.named(work) for work in ns.workloads.split(",")}
         self.rows = [["format, work", "tokens/s", "wall s", "TTFT ms", "peak", "start s"]]
         self.found: list[RunSample] = []
@@ -56,9 +60,11 @@ class _Benchmark(session.Session):
 
     def run(self) -> int:
         model, failed = None, False
-        for scheme in self.ns.schemes.split(","):
+        for weights, kv in product(self.ns.schemes.split(","), self.ns.kv_cache_dtypes.split(",")):
+            scheme = weights if kv == "auto" else f"{weights} + {kv} KV"
+            chosen = {"kv_cache_dtype": kv} | ({} if weights == PLAIN else {"quantization": weights})
             try:
-                with self.open(**({} if scheme == PLAIN else {"quantization": scheme})) as (engine, load_s):
+                with self.open(**chosen) as (engine, load_s):
                     model = self.model_info(engine)
                     failed |= self._scheme(engine, scheme, load_s)
             except RapidInferError as error:
@@ -67,7 +73,7 @@ class _Benchmark(session.Session):
         self.report.say()
         self.report.table(self.rows)
         if self.ns.output and model is not None:
-            work = {"name": self.ns.workloads, "schemes": self.ns.schemes}
+            work = {"name": self.ns.workloads, "schemes": self.ns.schemes, "kv_cache_dtypes": self.ns.kv_cache_dtypes}
             self.report.write(self.result(model, {}, work, self.found, self.metrics), self.ns.output, self.ns.detail)
         return 1 if failed or model is None else 0
 

@@ -21,6 +21,9 @@ DTYPES = {
 LOAD_FORMATS = ("auto", "dummy")
 QUANTIZATIONS = ("fp8", "fp8_row", "fp8_block", "nvfp4", "mxfp4")
 HUBS = ("auto", "huggingface", "modelscope")
+KV_CACHE_DTYPES = {
+    "auto": None, "bf16": "bf16", "bfloat16": "bf16", "fp8": "fp8", "fp8_e4m3": "fp8", "nvfp4": "nvfp4",
+}  # fmt: skip
 MODEL_IMPLS = ("plugin", "auto", "fallback")
 
 Text = Annotated[str, Meta(min_length=1, description="non-empty text")]
@@ -68,6 +71,8 @@ class CacheConfig:
     gpu_memory_utilization: float
     kv_cache_memory_bytes: int | None
     enable_prefix_caching: bool
+    kv_cache_dtype: str | None = None
+    """How keys and values are stored: "bf16", "fp8", "nvfp4"; None: in the model's type."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,8 @@ class EngineArgs:
     load_format             auto (safetensors, else .bin), or dummy for seeded random weights
     quantization            round 16-bit weights while they are loaded: fp8 (a scale for each matrix), fp8_row,
                             fp8_block (128 x 128), nvfp4, mxfp4; auto: as the checkpoint is, quantized or not
+    kv_cache_dtype          how the cache keeps keys and values: auto (the model's type), bf16, fp8 (e4m3, with the
+                            scales that the files have, else 1.0), nvfp4 (on a CPU alone)
     max_model_len           longest sequence, prompt and answer; auto: the model's own, less if the cache is smaller
     max_num_seqs            requests that run at once; auto: 256 on a GPU, 64 on a CPU
     max_num_batched_tokens  tokens of one step; auto: 8192 on a GPU, 512 on a CPU. With fewer, other requests' answers
@@ -148,6 +155,7 @@ class EngineArgs:
     device: Text = "auto"
     load_format: str = "auto"
     quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     max_model_len: Count | None = None
     max_num_seqs: Count | None = None
     max_num_batched_tokens: Count | None = None
@@ -182,6 +190,12 @@ class EngineArgs:
             _check(
                 self.quantization in QUANTIZATIONS, "quantization", self.quantization, f"one of {list(QUANTIZATIONS)}"
             )
+        _check(
+            self.kv_cache_dtype != "fp8_e5m2", "kv_cache_dtype", self.kv_cache_dtype,
+            "'fp8', which is e4m3: e5m2 has a bit less for each value and its range is not needed beside scales",
+        )  # fmt: skip
+        kv_dtypes = "one of ['auto', 'bf16', 'fp8', 'nvfp4']"
+        _check(self.kv_cache_dtype in KV_CACHE_DTYPES, "kv_cache_dtype", self.kv_cache_dtype, kv_dtypes)
         _check(self.model_impl in MODEL_IMPLS, "model_impl", self.model_impl, f"one of {list(MODEL_IMPLS)}")
         hubs = self.hub.split(",")
         _check(set(hubs) <= set(HUBS), "hub", self.hub, f"one of {list(HUBS)}, or several in order with commas")
@@ -191,6 +205,9 @@ class EngineArgs:
         notes: list[str] = []
         on_gpu = device.type == "cuda"
         dtype = self._resolve_dtype(checkpoint, device, notes)
+        kv_cache_dtype = KV_CACHE_DTYPES[self.kv_cache_dtype]
+        if kv_cache_dtype == "nvfp4" and on_gpu:
+            raise ConfigError("kv_cache_dtype='nvfp4' runs on a CPU alone; on a GPU use 'fp8', 'bf16' or 'auto'")
         max_model_len = self.max_model_len or checkpoint.max_position_embeddings
         if max_model_len > checkpoint.max_position_embeddings:
             raise ConfigError(
@@ -222,6 +239,7 @@ class EngineArgs:
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 kv_cache_memory_bytes=self.kv_cache_memory_bytes,
                 enable_prefix_caching=self.enable_prefix_caching,
+                kv_cache_dtype=None if kv_cache_dtype == "bf16" and dtype == "bfloat16" else kv_cache_dtype,
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=rows,

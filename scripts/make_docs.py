@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
+from torch import bfloat16
 
 from rapid_infer import SamplingParams
+from rapid_infer.cache.spec import KV_CACHE_DTYPES
 from rapid_infer.cli.serve import serve
 from rapid_infer.config import EngineArgs
-from rapid_infer.ops import OPS, load_providers
-from rapid_infer.ops.registry import Provider
+from rapid_infer.ops import OPS, OpInfo, load_providers
+from rapid_infer.ops.registry import REFERENCE, Provider
 from rapid_infer.registry import ModelRegistry
 from rapid_infer.server.schema import ChatRequest, CompletionRequest
 from rapid_infer.testing.conformance import CHECKS, Case
@@ -85,6 +87,19 @@ def operators() -> str:
     return table(("op", "providers (priority)", "meaning"), rows)
 
 
+def kv_caches() -> str:
+    """Which of our providers take which caches, beside those in the model's type."""
+    load_providers()
+    rows = []
+    for op in (op for op in OPS.values() if "kv_cache_dtype" in op.info):
+        for provider in filter(_ours, op.providers.values()):
+            if provider.name != REFERENCE:
+                infos = (OpInfo("cuda", bfloat16, (9, 0), {"kv_cache_dtype": kind}) for kind in KV_CACHE_DTYPES)
+                takes = ("no" if any("KV cache" in why for why in provider.reasons(info)) else "yes" for info in infos)
+                rows.append((f"`{op.name}`", provider.name, *takes))
+    return table(("op", "provider", *KV_CACHE_DTYPES), rows)
+
+
 def models() -> str:
     entries = [e for e in ModelRegistry.entries() if e.distribution in OUR_PLUGINS]
     return table(
@@ -140,6 +155,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "conformance case": conformance_case,
     "conformance checks": conformance_checks,
     "operators": operators,
+    "kv caches": kv_caches,
     "models": models,
     "model features": partial(support, "model_features"),
     "op providers": partial(support, "op_providers"),

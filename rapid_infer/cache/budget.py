@@ -73,6 +73,7 @@ class CachePlan:
     def __str__(self) -> str:
         sizes = " + ".join(
             f"{n} blocks x {self.block_size} tokens x {pool.page_bytes(self.block_size) // self.block_size} bytes/token"
+            f" in {pool.spec.dtype}"
             for n, pool in zip(self.num_blocks, self.demand.pools)
         )
         return f"KV cache: {sizes} = {self.total_bytes / GIB:.2f} GiB ({self.num_tokens} tokens)"

@@ -16,8 +16,17 @@ API_KEY = "RAPID_INFER_API_KEY"
 
 @options.expand(
     engine_args=(
-        *("tensor_parallel_size", "dtype", "device", "load_format", "quantization", "max_model_len", "max_num_seqs"),
-        *("max_num_batched_tokens", "block_size", "enforce_eager", "model_plugin", "model_impl", "hub", "revision"),
+        *("tensor_parallel_size", "dtype", "device", "load_format", "quantization", "kv_cache_dtype", "max_model_len"),
+        *(
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "block_size",
+            "enforce_eager",
+            "model_plugin",
+            "model_impl",
+            "hub",
+            "revision",
+        ),
     )
 )
 def serve(

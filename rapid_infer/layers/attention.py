@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rapid_infer.cache.spec import CacheSpec, FullKV
+from rapid_infer.cache.spec import NVFP4_GROUP, CacheSpec, FullKV
 from rapid_infer.errors import ConfigError
 from rapid_infer.layers.batch import ForwardBatch
 from rapid_infer.layers.context import BuildContext
@@ -40,6 +40,8 @@ class Attention(CachedModule):
     else writes there. `window`, `soft_cap` and `sinks` as in `AttentionParams`. Head counts are this rank's.
     """
 
+    kv_scales: Tensor | None
+
     def __init__(
         self,
         ctx: BuildContext,
@@ -57,7 +59,19 @@ class Attention(CachedModule):
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.params = AttentionParams(head_dim**-0.5 if scale is None else scale, window, soft_cap, sinks)
+        stored = ctx.kv_cache_dtype
+        if stored == "nvfp4" and head_dim % NVFP4_GROUP:
+            raise ConfigError(
+                f"{ctx.name}: kv_cache_dtype='nvfp4' takes heads of a multiple of {NVFP4_GROUP} features, not "
+                f"{head_dim}; use 'fp8'"
+            )
+        self.parallel = ctx.parallel
+        # The loader writes what files have; a buffer, since they need not have any.
+        scales = torch.ones(2, num_kv_heads) if stored in ("fp8", "nvfp4") else None
+        self.register_buffer("kv_scales", scales, persistent=False)
+        self.params = AttentionParams(
+            head_dim**-0.5 if scale is None else scale, window, soft_cap, sinks, kv_scales=scales
+        )
         self.rope = rope
         self.table = rope_table(ctx, rope) if rope else None
         if q_norm is not None and k_norm is not None and q_norm.eps != k_norm.eps:
@@ -65,12 +79,15 @@ class Attention(CachedModule):
         self._eps = next((norm.eps for norm in (q_norm, k_norm) if norm is not None), 0.0)
         # The norms are the model's own modules; kept out of the module tree, so that their weights have one name.
         self._norms = (q_norm, k_norm)
-        self.cache_spec = FullKV(num_kv_heads, head_dim, str(ctx.dtype).removeprefix("torch."), window)
-        self._prepare = ctx.op("qk_norm_rope_kv_write", head_dim=head_dim, rotary_dim=rope.dim if rope else 0)
+        self.cache_spec = FullKV(num_kv_heads, head_dim, ctx.cache_dtype, window)
+        self._prepare = ctx.op(
+            "qk_norm_rope_kv_write", head_dim=head_dim, rotary_dim=rope.dim if rope else 0, kv_cache_dtype=stored
+        )
         self._attend = ctx.op(
             "paged_attention",
             head_dim=head_dim,
             block_size=ctx.block_size,
+            kv_cache_dtype=stored,
             **self.params.options(),
         )
         self.k_cache = self.v_cache = torch.empty(0)
@@ -96,6 +113,7 @@ class Attention(CachedModule):
             None if k_norm is None else k_norm.weight,
             self._eps,
             self.rope is not None and self.rope.interleaved,
+            self.params.kv_scales,
         )
         out = self._attend(q, self.k_cache, self.v_cache, metadata, self.params)
         return batch.select_tokens(out.flatten(1))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rapid_infer.cache.spec import KV_CACHE_DTYPES
 from rapid_infer.ops.registry import BoundOp, OpResolver
 from rapid_infer.parallel.state import ParallelState
 from rapid_infer.quant.method import QuantMethod, QuantScheme
@@ -23,7 +24,8 @@ class BuildContext:
     """Parallel state, dtype, quantization, op resolver and the module's dotted `name`.
 
     `max_positions` is the longest sequence the engine will run, `block_size` the tokens of one cache block (None: not
-    known, and some attention providers must know it). `shared` holds what all layers of one model share (rope tables).
+    known, and some attention providers must know it), `kv_cache_dtype` the engine's option. `shared` holds what all
+    layers of one model share (rope tables).
     """
 
     dtype: torch.dtype
@@ -34,6 +36,13 @@ class BuildContext:
     name: str = ""
     shared: dict[Any, torch.Tensor] = field(default_factory=dict)
     block_size: int | None = None
+    kv_cache_dtype: str | None = None
+
+    @property
+    def cache_dtype(self) -> str:
+        """The `CacheSpec.dtype` of keys and values."""
+        stored = self.kv_cache_dtype
+        return str(self.dtype).removeprefix("torch.") if stored is None else KV_CACHE_DTYPES[stored]
 
     def sub(self, name: str) -> BuildContext:
         """The context of the submodule stored as attribute `name`."""

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rapid_infer.cache.spec import MLAKV
+from rapid_infer.errors import ConfigError
 from rapid_infer.layers.attention import CachedModule
 from rapid_infer.layers.batch import ForwardBatch
 from rapid_infer.layers.context import BuildContext
@@ -20,6 +21,7 @@ from rapid_infer.layers.linear import ColumnParallelLinear, Linear, RowParallelL
 from rapid_infer.layers.matrix import MatrixModule
 from rapid_infer.layers.norm import RMSNorm
 from rapid_infer.layers.rope import RopeConfig, rope_table
+from rapid_infer.ops.reference.kv_cache import load_latents
 from rapid_infer.parallel.partial_sum import PartialSum
 
 LATENT_EPS = 1e-6
@@ -111,10 +113,13 @@ class MLAAttention(CachedModule):
         self.o_proj = RowParallelLinear(ctx.sub("o_proj"), heads * config.v_head_dim, hidden, defer=defer)
         self.scale = config.scale
         self.table = rope_table(ctx, config.rope)
-        self.cache_spec = MLAKV(rank, rope, str(ctx.dtype).removeprefix("torch."))
+        stored = ctx.kv_cache_dtype
+        if stored == "nvfp4":
+            raise ConfigError(f"{ctx.name}: kv_cache_dtype='nvfp4' has no form for latents; use 'fp8' or 'auto'")
+        self.cache_spec = MLAKV(rank, rope, ctx.cache_dtype)
         self.cache = torch.empty(0)
-        self._write = ctx.op("mla_kv_write", rank=rank, rope_dim=rope)
-        info = {"rank": rank, "rope_dim": rope, "block_size": ctx.block_size}
+        self._write = ctx.op("mla_kv_write", rank=rank, rope_dim=rope, kv_cache_dtype=stored)
+        info = {"rank": rank, "rope_dim": rope, "block_size": ctx.block_size, "kv_cache_dtype": stored}
         self._decode, self._context = ctx.op("mla_decode", **info), ctx.op("mla_context", **info)
         self._prefill = ctx.op("mla_prefill", nope_dim=nope, rope_dim=rope, v_dim=config.v_head_dim)
 
@@ -148,7 +153,8 @@ class MLAAttention(CachedModule):
             _per_head(latent, self.kv_b_proj.value, heads[:absorbed])
         if several:
             # Made once and used by many, which saves two thirds of the arithmetic of absorbed ones.
-            entries = self.cache.view(-1, rank + rope).index_select(0, metadata.slots)
+            # As the cache has them, so that it makes no difference which tokens came in which step.
+            entries = load_latents(self.cache.flatten(0, 1).index_select(0, metadata.slots), rank, rope, x.dtype)
             kv = self.kv_b_proj(entries[:, :rank])
             self._prefill(q_nope, query[..., rank:], kv, entries[:, rank:], metadata, self.scale, heads, lse)
         return self.o_proj(batch.select_tokens(heads.flatten(1)))

@@ -12,7 +12,7 @@ from rapid_infer.quant.stored import KV_SCALES
 
 ROTARY = frozenset({"inv_freq", "original_inv_freq", "cos_cached", "sin_cached", "cos_sin_cache"})
 MASKS = frozenset({"bias", "causal_mask"})
-KV_SCALE = "the KV cache is kept in the model's type"
+KV_SCALE = "no scale of a quantized KV cache as this one is kept"
 
 
 def why_computed(info: TensorInfo) -> str | None:

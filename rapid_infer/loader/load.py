@@ -57,8 +57,15 @@ def load_weights(
             *(plan.directory / "config.json", name, plan.directory / "config.json"),
         )
     if scales := [name for name, why in plan.ignored.items() if why == KV_SCALE]:
+        logger.info(
+            "%d scales, such as %s, are not used: they are for keys and values in FP8 (kv_cache_dtype='fp8')",
+            *(len(scales), scales[0]),
+        )
+    if plan.unscaled:
         logger.warning(
-            "%d scales of a quantized KV cache, such as %s, are not used: %s", len(scales), scales[0], KV_SCALE
+            "the files have no scales for the quantized KV cache of %d layers, such as %s: 1.0 is used, which is less "
+            "exact where keys or values are far from 1",
+            *(len(plan.unscaled), plan.unscaled[0]),
         )
     done = 0
     bytes_of: dict[str, int] = {}

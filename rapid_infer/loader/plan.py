@@ -17,10 +17,12 @@ from rapid_infer.loader.diagnosis import LoadDiagnosis
 from rapid_infer.loader.headers import TensorInfo
 from rapid_infer.loader.index_map import IndexMap, Section, Shape, chain, is_scalar, sliced_shape
 from rapid_infer.loader.inventory import Inventory
+from rapid_infer.loader.kv_scales import KVScales
 from rapid_infer.loader.problems import Kind, Problem, format_problems, summarize_problems
 from rapid_infer.loader.rules import Ignored, Target
 from rapid_infer.loader.ties import give_own_parameter, same_values, tied_names
 from rapid_infer.loader.weight_map import TIED, WeightMap
+from rapid_infer.quant.stored import KV_SCALES
 
 CASTABLE = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
 """Types that may be cast into one another."""
@@ -45,6 +47,8 @@ class LoadPlan:
     problems: tuple[Problem, ...]
     causes: tuple[str, ...]
     """Likely causes of the problems, each with what to do."""
+    unscaled: tuple[str, ...]
+    """Attention with a quantized cache for which the checkpoint has no scales, or not both."""
     bytes_to_read: int
     """Bytes that this rank reads; other ranks' shards and experts are not among them."""
 
@@ -85,6 +89,7 @@ class _Planner:
 
     def __post_init__(self) -> None:
         self.modules = dict(self.model.named_modules(remove_duplicate=False))
+        self.kv_scales = KVScales(self.modules)
         self.coverage = cover_parameters(self.model)
         self.tied = tied_names(self.modules, self.weight_map.ties)
         self.absent = frozenset(path for path, module in self.modules.items() if isinstance(module, Elsewhere))
@@ -105,6 +110,7 @@ class _Planner:
             elsewhere=self._elsewhere(),
             problems=tuple(self.problems),
             causes=tuple(self._diagnosis().likely_causes()) if self.problems else (),
+            unscaled=tuple(self.kv_scales.without()),
             bytes_to_read=sum(copy.nbytes() for copy in self.copies),
         )
 
@@ -164,6 +170,8 @@ class _Planner:
             if self._is_absent(target.path):
                 self.remote[info.name] = None
                 return
+            if self._place_kv_scale(info, target):
+                return
             module = self.modules.get(target.path)
             why = why_computed(info) or getattr(module, "ignored", {}).get(target.leaf)
             if why is None:
@@ -177,6 +185,17 @@ class _Planner:
             return
         for part, index, placement in pieces:
             self._place_piece(info, target, part, index, placement)
+
+    def _place_kv_scale(self, info: TensorInfo, target: Target) -> bool:
+        if target.leaf not in KV_SCALES:
+            return False
+        try:
+            placements = self.kv_scales.find(info, target.path)
+        except ValueError as error:
+            self.problems.append(Problem(Kind.SHAPE, info.name, str(error)))
+            return True
+        self.copies += (Copy(info, placement) for placement in placements)
+        return bool(placements)
 
     def _pieces(self, target: Target, shape: Shape) -> list[tuple[Part, IndexMap | None, Placement | None]]:
         """The pieces that `target` fills: one, or all parts when the checkpoint merges what the module keeps apart."""

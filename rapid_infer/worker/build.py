@@ -77,6 +77,7 @@ def build_model(
         ops=ops,
         max_positions=config.model.max_model_len,
         block_size=config.cache.block_size,
+        kv_cache_dtype=config.cache.kv_cache_dtype,
     )
     ctx = replace(ctx, quant=_scheme(cls, checkpoint, config, model_config, ctx))
     with torch.device(device), torch.no_grad():
@@ -229,7 +230,7 @@ def allocate_caches(
     counts = [num_blocks] * len(pools) if isinstance(num_blocks, int) else num_blocks
     for pool, blocks in zip(pools, counts, strict=True):
         shape = pool.spec.layout(pool.layers, blocks, block_size)
-        cache = torch.empty(shape, dtype=getattr(torch, pool.spec.dtype), device=device)
+        cache = torch.empty(shape, dtype=getattr(torch, pool.spec.element), device=device)
         for number in pool.groups:
             for layer, module in enumerate(groups[number][1]):
                 module.bind_cache(number, cache[layer])

@@ -82,7 +82,7 @@ def test_several_groups_share_the_budget_block_by_block() -> None:
 
 def test_the_plan_prints_its_arithmetic() -> None:
     assert str(plan([GROUPS["Qwen3-0.6B"][0]], 1025 * 16 * 114688)) == (
-        "KV cache: 1025 blocks x 16 tokens x 114688 bytes/token = 1.75 GiB (16384 tokens)"
+        "KV cache: 1025 blocks x 16 tokens x 114688 bytes/token in bfloat16 = 1.75 GiB (16384 tokens)"
     )
 
 

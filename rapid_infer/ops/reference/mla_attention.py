@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.reference.kv_cache import load_latents
 from rapid_infer.ops.registry import op
 
 
@@ -20,19 +21,19 @@ def _attend(q: Tensor, keys: Tensor, scale: float, rank: int) -> tuple[Tensor, T
     return torch.einsum("qhk,kd->qhd", scores.softmax(-1), keys[:, :rank]), scores.logsumexp(-1)
 
 
-def _keys(cache: Tensor, metadata: AttentionMetadata, row: int, n: int) -> Tensor:
+def _keys(q: Tensor, cache: Tensor, metadata: AttentionMetadata, row: int, n: int, rank: int) -> Tensor:
     """The first n entries of table row `row`, fp32."""
     blocks = metadata.block_table[row, : math.ceil(n / cache.shape[1])].long()
-    return cache[blocks].flatten(0, 1)[:n].float()
+    return load_latents(cache[blocks].flatten(0, 1)[:n], rank, q.shape[-1] - rank, torch.float32)
 
 
-@op(info=("rank", "rope_dim", "block_size"), mutates=("out",), capturable=False)
+@op(info=("rank", "rope_dim", "block_size", "kv_cache_dtype"), mutates=("out",), capturable=False)
 def mla_decode(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, rank: int, out: Tensor) -> None:
     """Softmax attention, in fp32, of tokens that are alone in their row to all keys of their rows.
 
     q      `[tokens, heads, rank + rope]`, already multiplied by each head's key matrix
-    cache  `[blocks, block_size, rank + rope]`, this step's tokens already written; the key of a token is the whole
-           entry, its value the first `rank` features
+    cache  `[blocks, block_size, rank + rope]`, or uint8 with entries as `kv_cache.py` stores them, this step's tokens
+           already written; the key of a token is the whole entry, its value the first `rank` features
     out    `[tokens, heads, rank]` in q's dtype, contiguous; other tokens are left as they are. q and out may end after
            the last such token
 
@@ -41,10 +42,12 @@ def mla_decode(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: flo
     starts, lengths, rows = metadata.query_start.tolist(), metadata.seq_lens.tolist(), metadata.rows.tolist()
     for row, start, stop, n in zip(rows, starts, starts[1:], lengths):
         if stop - start == 1:
-            out[start:stop] = _attend(q[start:stop], _keys(cache, metadata, row, n), scale, rank)[0].to(out.dtype)
+            out[start:stop] = _attend(q[start:stop], _keys(q, cache, metadata, row, n, rank), scale, rank)[0].to(
+                out.dtype
+            )
 
 
-@op(info=("rank", "rope_dim", "block_size"), mutates=("out", "lse"), capturable=False)
+@op(info=("rank", "rope_dim", "block_size", "kv_cache_dtype"), mutates=("out", "lse"), capturable=False)
 def mla_context(
     q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, rank: int, out: Tensor, lse: Tensor
 ) -> None:
@@ -61,5 +64,5 @@ def mla_context(
         if stop - start > 1:
             lse[mine] = -math.inf
             if context:
-                attended, lse[mine] = _attend(q[mine], _keys(cache, metadata, row, context), scale, rank)
+                attended, lse[mine] = _attend(q[mine], _keys(q, cache, metadata, row, context, rank), scale, rank)
                 out[mine] = attended.to(out.dtype)

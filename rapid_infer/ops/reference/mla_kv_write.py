@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.reference.kv_cache import store_latents, write_slots
 from rapid_infer.ops.reference.rms_norm import _normalize
 from rapid_infer.ops.reference.rope_kv_write import rotate
 from rapid_infer.ops.registry import op
 
 
-@op(info=("rank", "rope_dim"), mutates=("cache", "query"))
+@op(info=("rank", "rope_dim", "kv_cache_dtype"), mutates=("cache", "query"))
 def mla_kv_write(
     q: Tensor,
     kv: Tensor,
@@ -32,7 +32,7 @@ def mla_kv_write(
     positions  `[tokens]` int64
     cos_sin    `[positions, rope]` fp32, cosines in the first half
     metadata   its `slots` say where each token goes
-    cache      `[blocks, block_size, rank + rope]`, written in place
+    cache      `[blocks, block_size, rank + rope]`, or uint8 with entries as `kv_cache.py` stores them, written in place
     weight     `[rank]` of the norm
     query      `[tokens, heads, rank + rope]`, contiguous; its last `rope` features are written in place
 
@@ -42,6 +42,5 @@ def mla_kv_write(
     cos, sin = cos_sin[positions].chunk(2, dim=-1)
     latent, key = kv.split((rank, rope), dim=-1)
     turned = rotate(key.unsqueeze(1), cos, sin, interleaved).squeeze(1)
-    entry = torch.cat((_normalize(latent, weight, eps), turned), dim=-1)
-    cache.view(-1, rank + rope)[metadata.slots] = entry.to(cache.dtype)
+    write_slots(cache, metadata.slots, store_latents(_normalize(latent, weight, eps), turned, cache.dtype))
     query[..., rank:] = rotate(q[..., -rope:], cos, sin, interleaved)

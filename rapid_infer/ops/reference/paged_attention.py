@@ -10,10 +10,11 @@ from torch import Tensor
 from rapid_infer.cache.slots import slots_of
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.attention_params import OPTIONS, AttentionParams
+from rapid_infer.ops.reference.kv_cache import load_heads, read_slots
 from rapid_infer.ops.registry import op
 
 
-@op(info=("head_dim", "block_size", *OPTIONS), capturable=False)
+@op(info=("head_dim", "block_size", "kv_cache_dtype", *OPTIONS), capturable=False)
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -25,13 +26,15 @@ def paged_attention(
 
     q                 `[tokens, heads, head_dim]`; heads is a multiple of kv_heads (grouped queries: consecutive heads
                       share)
-    k_cache, v_cache  `[blocks, block_size, kv_heads, head_dim]`, this step's tokens already written
+    k_cache, v_cache  `[blocks, block_size, kv_heads, head_dim]`, this step's tokens already written; as `kv_cache.py`
+                      stores them, where the layer says `kv_cache_dtype`, with `params.kv_scales`
     returns           `[tokens, heads, head_dim]` in q's dtype; with `return_lse` also `[tokens, heads]` fp32, the
                       natural log of the softmax denominator, sinks included
     """
     heads, kv_heads = q.shape[1], k_cache.shape[-2]
     starts, lengths, rows = metadata.query_start.tolist(), metadata.seq_lens.tolist(), metadata.rows.tolist()
-    out = torch.empty(q.shape[0], heads, v_cache.shape[-1], dtype=q.dtype, device=q.device)
+    out = torch.empty_like(q)
+    k_scale, v_scale = (None, None) if params.kv_scales is None else params.kv_scales
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     for row, start, stop, n in zip(rows, starts, starts[1:], lengths):
         # What no query sees is not read: a window's row may have given those blocks back.
@@ -39,8 +42,8 @@ def paged_attention(
         key = torch.arange(begin, n, device=q.device)
         slots = slots_of(metadata.block_table, row, key, k_cache.shape[1])
         keys, values = (
-            cache.flatten(0, 1)[slots].float().repeat_interleave(heads // kv_heads, dim=1)
-            for cache in (k_cache, v_cache)
+            load_heads(read_slots(cache, slots), scale, torch.float32).repeat_interleave(heads // kv_heads, dim=1)
+            for cache, scale in ((k_cache, k_scale), (v_cache, v_scale))
         )
         scores = torch.einsum("qhd,khd->hqk", q[start:stop].float(), keys) * params.scale
         if params.soft_cap is not None:

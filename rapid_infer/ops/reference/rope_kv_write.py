@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.reference.kv_cache import head_dim, store_heads, write_slots
 from rapid_infer.ops.reference.rms_norm import _normalize
 from rapid_infer.ops.registry import op
 
@@ -28,7 +29,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
-@op(info=("head_dim", "rotary_dim"), mutates=("k_cache", "v_cache"))
+@op(info=("head_dim", "rotary_dim", "kv_cache_dtype"), mutates=("k_cache", "v_cache"))
 def qk_norm_rope_kv_write(
     qkv: Tensor,
     positions: Tensor,
@@ -40,6 +41,7 @@ def qk_norm_rope_kv_write(
     k_weight: Tensor | None,
     eps: float,
     interleaved: bool,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Per head: RMSNorm of q and k (if weights are given), rotate both, write k and v to their slots, return q.
 
@@ -48,10 +50,11 @@ def qk_norm_rope_kv_write(
     cos_sin    `[positions, rotary_dim]` fp32, cosines in the first half; None: no rotation. rotary_dim may be below
                head_dim
     metadata   its `slots` say where each token's key and value go
-    k_cache, v_cache  `[blocks, block_size, kv_heads, head_dim]`, written in place
+    k_cache, v_cache  `[blocks, block_size, kv_heads, head_dim]`, or as `kv_cache.py` stores it, written in place
+    kv_scales  `[2 (K, V), kv_heads]` fp32 of caches in e4m3 and NVFP4; None of others
     returns q  `[tokens, heads, head_dim]` in qkv's dtype; kv_heads and head_dim are those of the cache
     """
-    kv_heads, dim = k_cache.shape[-2:]
+    kv_heads, dim = k_cache.shape[-2], head_dim(k_cache)
     heads = qkv.shape[-1] // dim - 2 * kv_heads
     q, k, v = qkv.view(len(qkv), -1, dim).split((heads, kv_heads, kv_heads), dim=1)
     if q_weight is not None:
@@ -61,6 +64,7 @@ def qk_norm_rope_kv_write(
     if cos_sin is not None:
         cos, sin = cos_sin[positions].chunk(2, dim=-1)
         q, k = rotate(q, cos, sin, interleaved), rotate(k, cos, sin, interleaved)
-    k_cache.view(-1, kv_heads, dim)[metadata.slots] = k.to(k_cache.dtype)
-    v_cache.view(-1, kv_heads, dim)[metadata.slots] = v.to(v_cache.dtype)
+    k_scale, v_scale = (None, None) if kv_scales is None else kv_scales
+    write_slots(k_cache, metadata.slots, store_heads(k, k_cache.dtype, k_scale))
+    write_slots(v_cache, metadata.slots, store_heads(v, v_cache.dtype, v_scale))
     return q

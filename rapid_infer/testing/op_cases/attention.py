@@ -13,6 +13,7 @@ from torch import Tensor
 from rapid_infer.cache.slots import slots_of
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.attention_params import AttentionParams
+from rapid_infer.ops.reference.kv_cache import store_heads
 from rapid_infer.testing.op_cases.case import Case, cases
 
 
@@ -70,17 +71,28 @@ def paged_attention(dtype: torch.dtype, device: str) -> Iterator[Case]:
         {"sinks": True},
         {"return_lse": True},
         {"window": 5, "soft_cap": 2.0, "sinks": True, "return_lse": True},
+        {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "nvfp4", "soft_cap": 3.0},
     )
     for i, (seq_lens, query_lens) in enumerate(batches):
         for heads, kv_heads, dim, size in ((4, 4, 16, 4), (6, 2, 32, 16), (8, 1, 64, 16)):
             for variant in variants if i == 2 else variants[:1]:
                 metadata, blocks = make_metadata(seq_lens, query_lens, size, device)
-                k, v = (torch.randn(blocks, size, kv_heads, dim, device=device).to(dtype) for _ in range(2))
-                sinks = {"sinks": torch.randn(heads, device=device)} if variant.get("sinks") else {}
-                params = AttentionParams(dim**-0.5, **(variant | sinks))
+                options = dict(variant)
+                stored, scales = options.pop("kv_cache_dtype", None), None
+                if stored is not None:
+                    options["kv_scales"] = scales = torch.rand(2, kv_heads, device=device) + 0.5
+                kind = {None: dtype, "fp8": torch.float8_e4m3fn, "nvfp4": torch.uint8}[stored]
+                k, v = (
+                    store_heads(x, kind, None if scales is None else scales[side])
+                    for side, x in enumerate(torch.randn(2, blocks, size, kv_heads, dim, device=device))
+                )
+                if options.get("sinks"):
+                    options["sinks"] = torch.randn(heads, device=device)
+                params = AttentionParams(dim**-0.5, **options)
                 q = torch.randn(sum(query_lens), heads, dim, device=device).to(dtype)
                 kwargs = {"q": q, "k_cache": k, "v_cache": v, "metadata": metadata, "params": params}
-                yield Case(kwargs, {"head_dim": dim, "block_size": size, **params.options()})
+                yield Case(kwargs, {"head_dim": dim, "block_size": size, "kv_cache_dtype": stored, **params.options()})
 
 
 def slots_only(slots: Tensor) -> AttentionMetadata:

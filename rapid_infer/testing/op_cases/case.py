@@ -72,4 +72,4 @@ def _widen(value: Any) -> Any:
     """A copy for the reference: fp32 where the op computes."""
     if not isinstance(value, Tensor):
         return value
-    return value.float() if value.is_floating_point() else value.clone()
+    return value.float() if value.is_floating_point() and value.itemsize > 1 else value.clone()

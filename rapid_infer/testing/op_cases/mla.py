@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from rapid_infer.ops.reference.kv_cache import store_latents
 from rapid_infer.testing.op_cases.attention import in_mixed_graph, make_metadata, slots_only
 from rapid_infer.testing.op_cases.case import Case, cases
 
@@ -22,6 +23,7 @@ def _case(
     dtype: torch.dtype,
     device: str,
     padding: tuple[int, int] | None = None,
+    stored: str | None = None,
 ) -> Case:
     """`padding`: rows and tokens, of a step whose number of decode rows only the device knows."""
     heads, rank, rope, size = shape
@@ -29,11 +31,12 @@ def _case(
     if padding is not None:
         metadata = in_mixed_graph(metadata, *padding)
     tokens = len(metadata.slots)
-    cache = torch.randn(blocks, size, rank + rope, device=device).to(dtype)
+    latent, key = torch.randn(blocks * size, rank + rope, device=device).split((rank, rope), -1)
+    cache = store_latents(latent, key, torch.uint8 if stored == "fp8" else dtype).view(blocks, size, -1)
     q = torch.randn(tokens, heads, rank + rope, device=device).to(dtype)
     out = torch.randn(tokens, heads, rank, device=device).to(dtype)
     kwargs = {"q": q, "cache": cache, "metadata": metadata, "scale": (rank + rope) ** -0.5, "rank": rank, "out": out}
-    return Case(kwargs, {"rank": rank, "rope_dim": rope, "block_size": size})
+    return Case(kwargs, {"rank": rank, "rope_dim": rope, "block_size": size, "kv_cache_dtype": stored})
 
 
 @cases
@@ -43,19 +46,21 @@ def mla_decode(dtype: torch.dtype, device: str) -> Iterator[Case]:
             yield _case(seq_lens, query_lens, shape, dtype, device)
     for query_lens, padding in (([1, 1, 9, 4], (3, 5)), ([1, 1, 1, 1], (0, 2))):
         yield _case([5, 40, 9, 23], query_lens, SMALL, dtype, device, padding)
+    yield _case([5, 40, 9, 23], [1, 1, 9, 4], WIDE, dtype, device, stored="fp8")
 
 
 @cases
 def mla_context(dtype: torch.dtype, device: str) -> Iterator[Case]:
-    for seq_lens, query_lens, padding, shapes in (
+    for seq_lens, query_lens, padding, shapes, *stored in (
         ([5, 40, 9, 23], [1, 1, 9, 4], None, (SMALL, WIDE, MANY)),
         ([130], [37], None, (SMALL, WIDE)),
         ([30, 64, 2], [14, 32, 2], None, (SMALL,)),
         ([5, 40, 9, 23], [1, 1, 9, 4], (3, 5), (SMALL,)),
         ([30, 64, 2], [14, 32, 2], (1, 0), (SMALL,)),
+        ([5, 40, 9, 23], [1, 1, 9, 4], None, (WIDE,), "fp8"),
     ):
         for shape in shapes:
-            case = _case(seq_lens, query_lens, shape, dtype, device, padding)
+            case = _case(seq_lens, query_lens, shape, dtype, device, padding, *stored)
             case.kwargs["lse"] = torch.randn(case.kwargs["q"].shape[:2], device=device)
             yield case
 

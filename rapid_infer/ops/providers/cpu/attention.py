@@ -12,14 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rapid_infer.cache.slots import slots_of
+from rapid_infer.cache.spec import KV_CACHE_DTYPES
 from rapid_infer.ops import OpInfo, register
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.attention_params import AttentionParams, lacks
 from rapid_infer.ops.providers.cpu.supports import not_on_cpu
+from rapid_infer.ops.reference.kv_cache import load_heads, read_slots
 
 
 def _cannot(info: OpInfo) -> Sequence[str]:
-    return not_on_cpu(info) + lacks(info)
+    return not_on_cpu(info) + lacks(info, *KV_CACHE_DTYPES)
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,13 @@ def _attend_run(q: Tensor, k_cache: Tensor, v_cache: Tensor, run: slice, scale: 
     return attended.view(1, -1, dim)
 
 
+def _read(cache: Tensor, slots: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The values of these slots, in `dtype`."""
+    if cache.dtype == dtype:
+        return cache.view(-1, cache.shape[-2] * cache.shape[-1]).index_select(0, slots)
+    return load_heads(read_slots(cache, slots), scale, dtype)
+
+
 @register("paged_attention", "cpu", priority=10, supports=_cannot)
 def paged_attention(
     q: Tensor,
@@ -129,17 +138,19 @@ def paged_attention(
     params: AttentionParams,
 ) -> Tensor:
     """Folds the query heads of a group into the query axis: grouped-query SDPA is several times slower on a CPU."""
-    kv_heads, dim = k_cache.shape[-2:]
+    kv_heads, dim = k_cache.shape[-2], q.shape[-1]
     group = q.shape[1] // kv_heads
     plan = attention_plan(metadata, k_cache.shape[1], q.dtype)
-    if plan.single is not None:
+    if plan.single is not None and k_cache.dtype == q.dtype:
         return _attend_run(q, k_cache, v_cache, plan.single, params.scale)
-    flat_k, flat_v = (cache.view(-1, kv_heads * dim) for cache in (k_cache, v_cache))
+    k_scale, v_scale = (None, None) if params.kv_scales is None else params.kv_scales
+    caches = ((k_cache, k_scale), (v_cache, v_scale))
     out = torch.empty_like(q) if len(plan.decode) + len(plan.chunks) > 1 else None
     for part in plan.decode:
         rows = len(part.rows)
         keys, values = (
-            flat.index_select(0, part.slots).view(rows, -1, kv_heads, dim).transpose(1, 2) for flat in (flat_k, flat_v)
+            _read(cache, part.slots, scale, q.dtype).view(rows, -1, kv_heads, dim).transpose(1, 2)
+            for cache, scale in caches
         )
         queries = q if out is None else q[part.rows]
         attended = F.scaled_dot_product_attention(
@@ -150,12 +161,12 @@ def paged_attention(
         out[part.rows] = attended
     for chunk in plan.chunks:
         keys, values = (
-            flat.index_select(0, chunk.slots)
+            _read(cache, chunk.slots, scale, q.dtype)
             .view(-1, kv_heads, dim)
             .transpose(0, 1)
             .repeat_interleave(group, dim=0)
             .unsqueeze(0)
-            for flat in (flat_k, flat_v)
+            for cache, scale in caches
         )
         attended = F.scaled_dot_product_attention(
             q[chunk.start : chunk.stop].transpose(0, 1).unsqueeze(0),

@@ -9,6 +9,7 @@ from torch import Tensor
 from rapid_infer.ops import register
 from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.providers.cpu.supports import not_on_cpu
+from rapid_infer.ops.reference.kv_cache import head_dim, store_heads, write_slots
 from rapid_infer.ops.reference.rope_kv_write import qk_norm_rope_kv_write as reference
 
 FEW_ROWS = 8
@@ -67,12 +68,15 @@ def qk_norm_rope_kv_write(
     k_weight: Tensor | None,
     eps: float,
     interleaved: bool,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Rotates q and k together: `x * cos + swap(x) * sin`, where swap exchanges the halves of a head."""
-    kv_heads, dim = k_cache.shape[-2:]
+    kv_heads, dim = k_cache.shape[-2], head_dim(k_cache)
     one_norm = (q_weight is None) != (k_weight is None)
     if interleaved or one_norm or cos_sin is None or cos_sin.shape[-1] != dim or qkv.dtype == torch.float16:
-        return reference(qkv, positions, cos_sin, metadata, k_cache, v_cache, q_weight, k_weight, eps, interleaved)
+        return reference(
+            qkv, positions, cos_sin, metadata, k_cache, v_cache, q_weight, k_weight, eps, interleaved, kv_scales
+        )  # fmt: skip
     tokens, width = qkv.shape
     heads = width // dim - 2 * kv_heads
     qk, v = qkv.view(tokens, -1, dim).split((heads + kv_heads, kv_heads), 1)
@@ -80,6 +84,11 @@ def qk_norm_rope_kv_write(
         qk = torch.cat((_normalize(qk[:, :heads], q_weight, eps), _normalize(qk[:, heads:], k_weight, eps)), dim=1)
     cos, sin = _angles(positions, cos_sin, metadata, qkv.dtype)
     q, k = (qk * cos).addcmul_(qk.roll(dim // 2, -1), sin).split((heads, kv_heads), 1)
-    k_cache.view(-1, kv_heads, dim).index_copy_(0, metadata.slots, k)
-    v_cache.view(-1, kv_heads, dim).index_copy_(0, metadata.slots, v)
+    if k_cache.dtype == qkv.dtype:
+        k_cache.view(-1, kv_heads, dim).index_copy_(0, metadata.slots, k)
+        v_cache.view(-1, kv_heads, dim).index_copy_(0, metadata.slots, v)
+    else:
+        k_scale, v_scale = (None, None) if kv_scales is None else kv_scales
+        write_slots(k_cache, metadata.slots, store_heads(k, k_cache.dtype, k_scale))
+        write_slots(v_cache, metadata.slots, store_heads(v, v_cache.dtype, v_scale))
     return q

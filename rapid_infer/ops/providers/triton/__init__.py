@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rapid_infer.ops import register_lazy
-from rapid_infer.ops.providers.triton.facts import PRIORITY, cannot_attend, unavailable
+from rapid_infer.ops.providers.triton.facts import PRIORITY, cannot_attend, cannot_keep, unavailable
 
 _HERE = "rapid_infer.ops.providers.triton"
 
@@ -15,15 +15,11 @@ for _op, _module in (
     ("linear_silu_and_mul", "linear.linear"),
     ("lm_head", "linear.linear"),
     ("lm_head_argmax", "linear.linear"),
-    ("qk_norm_rope_kv_write", "attention.rope_kv_write"),
     ("truncate_logits", "sampling.truncate"),
     ("gumbel_argmax", "sampling.gumbel_argmax"),
     ("decode_inputs", "step.inputs"),
     ("mixed_inputs", "step.inputs"),
-    ("mla_decode", "mla.decode"),
-    ("mla_context", "mla.context"),
     ("mla_prefill", "mla.prefill"),
-    ("mla_kv_write", "mla.kv_write"),
     ("router_logits", "experts.router"),
     ("route_experts", "experts.router"),
     ("fused_experts", "experts.fused_experts"),
@@ -34,6 +30,13 @@ for _op, _module in (
     ("commit_tokens", "step.inputs"),
 ):
     register_lazy(_op, "triton", f"{_HERE}.{_module}:{_op}", priority=PRIORITY, supports=unavailable)
+for _op, _module in (
+    ("qk_norm_rope_kv_write", "attention.rope_kv_write"),
+    ("mla_decode", "mla.decode"),
+    ("mla_context", "mla.context"),
+    ("mla_kv_write", "mla.kv_write"),
+):
+    register_lazy(_op, "triton", f"{_HERE}.{_module}:{_op}", priority=PRIORITY, supports=cannot_keep)
 register_lazy(
     "paged_attention",
     "triton",

@@ -6,11 +6,13 @@ import os
 from functools import cache
 from importlib.util import find_spec
 
-from rapid_infer.ops.attention_params import lacks
+from rapid_infer.ops.attention_params import lacks, lacks_kv
 from rapid_infer.ops.registry import OpInfo
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Kernels run in Python on the CPU: for tests only, so such a provider is never chosen by itself."""
+
+KV_CACHES = ("bf16", "fp8")
 
 PRIORITY = -1 if INTERPRETED else 10
 
@@ -33,4 +35,15 @@ def unavailable(info: OpInfo) -> list[str]:
 
 
 def cannot_attend(info: OpInfo) -> list[str]:
-    return unavailable(info) + lacks(info, "window", "soft_cap", "sinks", "return_lse")
+    options = ("window", "soft_cap", "sinks", "return_lse")
+    return unavailable(info) + lacks(info, *options, *KV_CACHES) + _no_fp8(info)
+
+
+def cannot_keep(info: OpInfo) -> list[str]:
+    """Reasons of other operators that read or write caches."""
+    return unavailable(info) + lacks_kv(info, *KV_CACHES) + _no_fp8(info)
+
+
+def _no_fp8(info: OpInfo) -> list[str]:
+    old = info.extra.get("kv_cache_dtype") == "fp8" and info.capability is not None and info.capability < (8, 9)
+    return ["has FP8 on SM 89 and newer"] if old else []

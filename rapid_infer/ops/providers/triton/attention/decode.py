@@ -28,6 +28,7 @@ from rapid_infer.ops.providers.triton.attention.tile import (
     store_part,
     write_row,
 )
+from rapid_infer.ops.providers.triton.kv_values import head_scales, queries_for_fp8
 from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
 
 WARPS = 4
@@ -94,7 +95,7 @@ def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, table_ptr, rows_ptr, seq_lens_ptr,
     first_ptr, slice_row_ptr, quota_ptr, arrived_ptr, partial_ptr, stats_ptr,
     shared_ptr, item_first_ptr, order_ptr, items_ptr, slice_item_ptr, shared_quota_ptr, item_arrived_ptr,
-    shared_partial_ptr, shared_stats_ptr,
+    shared_partial_ptr, shared_stats_ptr, kv_scales_ptr,
     q_stride, q_head_stride, table_stride, block_stride, token_stride, head_stride, window, scale, cap, rows,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROW_COST: tl.constexpr, COUNT: tl.constexpr,
@@ -110,6 +111,9 @@ def _decode_kernel(
     real = (group < GROUP)[:, None] & (dim < DIM)[None, :]
     k_ptr += head * head_stride
     v_ptr += head * head_stride
+    if kv_scales_ptr is not None:
+        k_scale, v_scale = head_scales(kv_scales_ptr, head, KV_HEADS)
+        scale *= k_scale
     wait_previous(PDL)
     quota = tl.load(quota_ptr)
     first_row = tl.load(slice_row_ptr + slice)
@@ -122,7 +126,7 @@ def _decode_kernel(
             attend_shared(
                 slice, head, shared_quota, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, table_ptr, rows_ptr,
                 item_first_ptr, order_ptr, items_ptr, slice_item_ptr, item_arrived_ptr,
-                shared_partial_ptr, shared_stats_ptr,
+                shared_partial_ptr, shared_stats_ptr, kv_scales_ptr,
                 q_stride, q_head_stride, table_stride, block_stride, token_stride, scale, cap, rows,
                 KV_HEADS, GROUP, PACK, QUERIES, DIM, DIM_PAD, TILE, BLOCK_SIZE, ITEM_COST, CAP, SINKS, LSE,
             )  # fmt: skip
@@ -132,6 +136,9 @@ def _decode_kernel(
         table = table_ptr + tl.load(rows_ptr + row).to(tl.int64) * table_stride
         q_at = q_ptr + tl.cast(row, tl.int64) * q_stride + (head * GROUP + group)[:, None] * q_head_stride
         q = tl.load(q_at + dim[None, :], mask=real, other=0.0)
+        q_scale = scale
+        if kv_scales_ptr is not None:
+            q, q_scale = queries_for_fp8(q, scale)
         begin, end, first_slice, slices = row_part(first_ptr, row, slice, quota, ROW_COST)
         skipped = first_tile(keys, window, TILE, WINDOW)
         item = next_item
@@ -148,8 +155,10 @@ def _decode_kernel(
                 tl.zeros([M], tl.float32),
                 q, tl.full([M], 0, tl.int32) + keys - 1, k_ptr, v_ptr, table,
                 (skipped + begin) * TILE, tl.minimum((skipped + end) * TILE, keys), keys, block_stride, token_stride,
-                window, scale, cap, DIM, DIM_PAD, TILE, BLOCK_SIZE, True, WINDOW, CAP,
+                window, q_scale, cap, DIM, DIM_PAD, TILE, BLOCK_SIZE, True, WINDOW, CAP,
             )  # fmt: skip
+            if kv_scales_ptr is not None:
+                acc *= v_scale
             if done:
                 _row_done(
                     acc, top, total, out_ptr, lse_ptr, sinks_ptr, shared_partial_ptr, shared_stats_ptr,
@@ -189,6 +198,7 @@ def decode(
     metadata: AttentionMetadata,
     window: int | None,
     sinks: Tensor | None,
+    kv_scales: Tensor | None,
     scales: dict[str, Any],
     constants: dict[str, int],
 ) -> None:
@@ -211,7 +221,7 @@ def decode(
     _decode_kernel[(plan.slices * kv_heads,)](
         q, k_cache, v_cache, out, lse if lse is not None else out, sinks if sinks is not None else q,
         metadata.block_table, metadata.rows, metadata.seq_lens,
-        plan.first, plan.slice_row, plan.quota, plan.arrived, plan.partial, plan.stats, *of_shared,
+        plan.first, plan.slice_row, plan.quota, plan.arrived, plan.partial, plan.stats, *of_shared, kv_scales,
         q.stride(0), q.stride(1), metadata.block_table.stride(0), *k_cache.stride()[:3], window or 0,
         rows=metadata.num_decodes, KV_HEADS=kv_heads, GROUP_PAD=group_pad, ROW_COST=plan.row_cost,
         COUNT=max(COMBINED_AT_ONCE // (group_pad * dim_pad), 1),

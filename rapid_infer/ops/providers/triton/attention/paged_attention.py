@@ -29,9 +29,12 @@ def paged_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if params.return_lse else None
     scales, constants = score_scales(params.scale, params.soft_cap), tile_constants(q, k_cache)
+    if k_cache.dtype.itemsize == 1 and q.dtype.itemsize == 2 and k_cache.shape[-1] % 2 == 0:
+        k_cache, v_cache = k_cache.view(torch.int16), v_cache.view(torch.int16)
+    layer = params.window, params.sinks, params.kv_scales
     if metadata.num_decodes:
-        decode(q, k_cache, v_cache, out, lse, metadata, params.window, params.sinks, scales, constants)
+        decode(q, k_cache, v_cache, out, lse, metadata, *layer, scales, constants)
     # Only the device may know which rows have one token; then neither part can be left out.
     if metadata.decodes is not None or q.shape[0] > metadata.num_decodes:
-        prefill(q, k_cache, v_cache, out, lse, metadata, params.window, params.sinks, scales, constants)
+        prefill(q, k_cache, v_cache, out, lse, metadata, *layer, scales, constants)
     return out if lse is None else (out, lse)

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from rapid_infer.ops.providers.triton.attention.tile import matmul
 from rapid_infer.ops.providers.triton.facts import INTERPRETED
+from rapid_infer.ops.providers.triton.kv_values import cached_values
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
@@ -68,6 +69,8 @@ def attend_pages(
         key = first - early + tl.arange(0, TILE)
         k = _copy(k_tiles, block, slot, column, TILE, DIM)
         v = _copy(v_tiles, block, slot, column, TILE, DIM)
+        k = cached_values(k, q.dtype)
+        v = cached_values(v, q.dtype)
         zeros = tl.zeros([q.shape[0], TILE], tl.float32)
         score = _scores(
             matmul(q, tl.trans(k), zeros), key, first, position, window, scale, cap, MASKED, WINDOW, CAP

@@ -25,6 +25,7 @@ from rapid_infer.ops.providers.triton.attention.prefill_config import (
 from rapid_infer.ops.providers.triton.attention.prefill_plan import ENTRY, prefill_plan
 from rapid_infer.ops.providers.triton.attention.prefill_split import add_up, find_part, make_parts
 from rapid_infer.ops.providers.triton.attention.tile import attend, finish
+from rapid_infer.ops.providers.triton.kv_values import head_scales, queries_for_fp8
 from rapid_infer.ops.providers.triton.launch import num_multiprocessors, options, start_next, wait_previous
 
 
@@ -90,7 +91,7 @@ def _attend_all(
 @triton.jit(do_not_specialize=["table_ptr", "table_stride"])
 def _prefill_kernel(
     q_ptr, k_ptr, v_ptr, k_tiles, v_tiles, out_ptr, lse_ptr, sinks_ptr, table_ptr, plan_ptr,
-    arrived_ptr, partial_ptr, stats_ptr,
+    arrived_ptr, partial_ptr, stats_ptr, kv_scales_ptr,
     q_stride, q_head_stride, table_stride, block_stride, token_stride, head_stride, window, scale, cap,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, M: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -104,6 +105,9 @@ def _prefill_kernel(
     # One axis, since others end at 65,535 programs, and a tile may be one token.
     head = tl.program_id(0) % KV_HEADS
     tile = tl.program_id(0) // KV_HEADS
+    if kv_scales_ptr is not None:
+        k_scale, v_scale = head_scales(kv_scales_ptr, head, KV_HEADS)
+        scale *= k_scale
     wait_previous(PDL)
     parts = 1
     part = 0
@@ -138,12 +142,17 @@ def _prefill_kernel(
                 q_ptr + (at * q_stride + query_head * q_head_stride)[:, None] + dim[None, :],
                 mask=real[:, None] & (dim < DIM)[None, :], other=0.0,
             )  # fmt: skip
+            q_scale = scale
+            if kv_scales_ptr is not None:
+                q, q_scale = queries_for_fp8(q, scale)
             position = first_position + token
             acc, top, total = _attend_all(
                 q, position, k_ptr, v_ptr, k_tiles, v_tiles, head, table, first_position, begin, stop, end, keys,
-                block_stride, token_stride, head_stride, window, scale, cap,
+                block_stride, token_stride, head_stride, window, q_scale, cap,
                 M, DIM, DIM_PAD, TILE, BLOCK_SIZE, TMA, STAGES, WINDOW, CAP,
             )  # fmt: skip
+            if kv_scales_ptr is not None:
+                acc *= v_scale
             done = of_tile == 1
             if PARTS > 0:  # noqa: SIM102 (known when compiled; the other is not)
                 if of_tile > 1:
@@ -171,6 +180,7 @@ def prefill(
     metadata: AttentionMetadata,
     window: int | None,
     sinks: Tensor | None,
+    kv_scales: Tensor | None,
     scales: dict[str, Any],
     constants: dict[str, int],
     config: PrefillConfig | None = None,
@@ -178,10 +188,11 @@ def prefill(
     """Write `out` and `lse` for the tokens after those of decode rows; arguments as of `decode`."""
     group, kv_heads, dim = constants["GROUP"], k_cache.shape[-2], constants["DIM"]
     if config is None:
-        possible = tma_view(k_cache, PAGE) is not None and tma_view(v_cache, PAGE) is not None
+        same = k_cache.dtype == q.dtype
+        possible = same and tma_view(k_cache, PAGE) is not None and tma_view(v_cache, PAGE) is not None
         decodes = metadata.num_decodes if metadata.decodes is None else 0
         sms = num_multiprocessors(q.device)
-        hopper = dim == 128 and q.dtype.itemsize == 2 and has_hopper_kernel(q.device)
+        hopper = dim == 128 and same and q.dtype.itemsize == 2 and has_hopper_kernel(q.device)
         config = choose(q.shape[0] - decodes, q.shape[1], dim, q.dtype, possible, sms, hopper)
     per_tile = max(config.queries // group, 1)
     if config.hopper:
@@ -207,7 +218,7 @@ def prefill(
         programs = max(programs, parts.count)
     _prefill_kernel[(programs * kv_heads,)](
         q, k_cache, v_cache, k_tiles, v_tiles, out, lse if lse is not None else out, sinks if sinks is not None else q,
-        metadata.block_table, plan, *of_parts,
+        metadata.block_table, plan, *of_parts, kv_scales,
         q.stride(0), q.stride(1), metadata.block_table.stride(0), *k_cache.stride()[:3], window or 0,
         KV_HEADS=kv_heads, TOKENS=per_tile, M=m, TMA=config.tma, STAGES=config.stages,
         PARTS=0 if parts is None else parts.count, MIN_TILES=prefill_split.MIN_TILES,

@@ -84,7 +84,8 @@ def tma_view(cache: Tensor, keys: int) -> Tensor | None:
     multiples of 16 bytes.
     """
     size, _, dim = cache.shape[1:]
-    if not has_tma(cache.device) or (cache.dtype.itemsize != 2 and not INTERPRETED):
+    size_fits = cache.dtype.itemsize == 2 or (INTERPRETED and cache.dtype.itemsize > 2)
+    if not has_tma(cache.device) or not size_fits:
         return None
     aligned = cache.data_ptr() % 16 == 0 and all(
         stride * cache.dtype.itemsize % 16 == 0 for stride in cache.stride()[:2]

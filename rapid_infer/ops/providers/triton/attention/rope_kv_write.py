@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rapid_infer.ops.attention_metadata import AttentionMetadata
+from rapid_infer.ops.providers.triton.kv_values import cached_codes
 from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
 from rapid_infer.ops.providers.triton.norm import weigh
 
@@ -31,7 +32,7 @@ def _column(x, TOKENS: tl.constexpr):
 @triton.jit
 def _kernel(
     qkv_ptr, positions_ptr, cos_sin_ptr, slots_ptr, q_ptr, k_cache_ptr, v_cache_ptr, q_weight_ptr, k_weight_ptr,
-    qkv_stride, slot_stride, eps, heads, kv_heads, tokens,
+    kv_scales_ptr, qkv_stride, slot_stride, eps, heads, kv_heads, tokens,
     DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
     ROTATE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
@@ -95,6 +96,11 @@ def _kernel(
     v_to = v_cache_ptr + _column(slot * slot_stride, TOKENS) + (head - heads - kv_heads)[:, None] * DIM
     cached = k_cache_ptr.dtype.element_ty
     is_q, is_v = is_q & exists, is_v & exists
+    inverse = 1.0
+    if kv_scales_ptr is not None:
+        # Scales of keys, then of values: as heads of k and v follow each other.
+        scale = tl.load(kv_scales_ptr + head - heads, mask=is_k | is_v, other=1.0)
+        inverse = tl.div_rn(scale * 0.0 + 1.0, scale)[:, None]
     for_q, for_k, for_v = (
         is_q[:, None] & in_pair[None, :],
         is_k[:, None] & in_pair[None, :],
@@ -102,15 +108,17 @@ def _kernel(
     )
     tl.store(q_to + a_at[None, :], a.to(dtype), mask=for_q)
     tl.store(q_to + b_at[None, :], b.to(dtype), mask=for_q)
-    tl.store(k_to + a_at[None, :], a.to(cached), mask=for_k)
-    tl.store(k_to + b_at[None, :], b.to(cached), mask=for_k)
-    tl.store(v_to + a_at[None, :], a.to(cached), mask=for_v)
-    tl.store(v_to + b_at[None, :], b.to(cached), mask=for_v)
+    a, b = cached_codes(a, inverse, cached), cached_codes(b, inverse, cached)
+    tl.store(k_to + a_at[None, :], a, mask=for_k)
+    tl.store(k_to + b_at[None, :], b, mask=for_k)
+    tl.store(v_to + a_at[None, :], a, mask=for_v)
+    tl.store(v_to + b_at[None, :], b, mask=for_v)
     if REST_PAD > 0:
         in_rest = (rest_at < DIM)[None, :]
         tl.store(q_to + rest_at[None, :], rest.to(dtype), mask=is_q[:, None] & in_rest)
-        tl.store(k_to + rest_at[None, :], rest.to(cached), mask=is_k[:, None] & in_rest)
-        tl.store(v_to + rest_at[None, :], rest.to(cached), mask=is_v[:, None] & in_rest)
+        rest = cached_codes(rest, inverse, cached)
+        tl.store(k_to + rest_at[None, :], rest, mask=is_k[:, None] & in_rest)
+        tl.store(v_to + rest_at[None, :], rest, mask=is_v[:, None] & in_rest)
 
 
 def qk_norm_rope_kv_write(
@@ -124,6 +132,7 @@ def qk_norm_rope_kv_write(
     k_weight: Tensor | None,
     eps: float,
     interleaved: bool,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """A cache must be contiguous from slot to slot; heads of both caches lie one after another."""
     kv_heads, dim = k_cache.shape[-2:]
@@ -132,6 +141,8 @@ def qk_norm_rope_kv_write(
     # Without a rotation the pairs are only a way to cut a head in two.
     half = dim // 2 if cos_sin is None else cos_sin.shape[-1] // 2
     rest = dim - 2 * half
+    if kv_scales is not None:
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     q = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
     group = 4 if tokens <= FEW_TOKENS else 8
     at_once, warps = (1, group) if tokens < MANY_TOKENS else (AT_ONCE, WARPS_AT_ONCE)
@@ -139,7 +150,7 @@ def qk_norm_rope_kv_write(
         _kernel[(triton.cdiv(tokens, at_once), triton.cdiv(heads + 2 * kv_heads, group))](
             qkv, positions, cos_sin if cos_sin is not None else qkv, metadata.slots, q, k_cache, v_cache,
             q_weight if q_weight is not None else qkv, k_weight if k_weight is not None else qkv,
-            qkv.stride(0), k_cache.stride(1), eps, heads, kv_heads, tokens,
+            kv_scales, qkv.stride(0), k_cache.stride(1), eps, heads, kv_heads, tokens,
             DIM=dim, HALF=half, HALF_PAD=triton.next_power_of_2(max(half, 1)),
             REST_PAD=triton.next_power_of_2(rest) if rest else 0,
             Q_NORM=q_weight is not None, K_NORM=k_weight is not None, INTERLEAVED=interleaved,

@@ -15,6 +15,7 @@ from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.providers.triton.attention import groups
 from rapid_infer.ops.providers.triton.attention.plan import row_part
 from rapid_infer.ops.providers.triton.attention.tile import attend, load_part, merge, store_part, write_row
+from rapid_infer.ops.providers.triton.kv_values import queries_for_fp8
 
 SHARING = True
 """For measurements: False makes every row read all its keys."""
@@ -49,13 +50,16 @@ def shared_by(row, shared_ptr):
 @triton.jit
 def attend_shared(
     slice, head, quota, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, table_ptr, rows_ptr,
-    item_first_ptr, order_ptr, items_ptr, slice_item_ptr, arrived_ptr, partial_ptr, stats_ptr,
+    item_first_ptr, order_ptr, items_ptr, slice_item_ptr, arrived_ptr, partial_ptr, stats_ptr, kv_scales_ptr,
     q_stride, q_head_stride, table_stride, block_stride, token_stride, scale, cap, rows,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, M: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, ITEM_COST: tl.constexpr,
     CAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """A slice of the items, for one kv head, at whose keys and values `k_ptr` and `v_ptr` point."""
+    """A slice of the items, for one kv head, at whose keys and values `k_ptr` and `v_ptr` point.
+
+    `scale` has the head's scale of keys already.
+    """
     index = tl.arange(0, M)
     nth = index // GROUP
     group = index % GROUP
@@ -70,13 +74,18 @@ def attend_shared(
             table = table_ptr + tl.load(rows_ptr + tl.load(order_ptr + first)).to(tl.int64) * table_stride
             q_at = q_ptr + (row * q_stride + (head * GROUP + group) * q_head_stride)[:, None]
             q = tl.load(q_at + dim[None, :], mask=exists[:, None] & (dim < DIM)[None, :], other=0.0)
+            q_scale = scale
+            if kv_scales_ptr is not None:
+                q, q_scale = queries_for_fp8(q, scale)
             acc, top, total = attend(
                 tl.zeros([M, DIM_PAD], tl.float32),
                 tl.full([M], float("-inf"), tl.float32),
                 tl.zeros([M], tl.float32),
                 q, index, k_ptr, v_ptr, table, begin * TILE, end * TILE, end * TILE, block_stride, token_stride,
-                0, scale, cap, DIM, DIM_PAD, TILE, BLOCK_SIZE, False, False, CAP,
+                0, q_scale, cap, DIM, DIM_PAD, TILE, BLOCK_SIZE, False, False, CAP,
             )  # fmt: skip
+            if kv_scales_ptr is not None:
+                acc *= tl.load(kv_scales_ptr + KV_HEADS + head)
             place = (rows + first + nth + slice * PACK) * KV_HEADS + head
             store_part(acc, top, total, partial_ptr, stats_ptr, place, group, exists, GROUP, DIM_PAD)
             arrive(

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rapid_infer.ops.providers.triton.facts import INTERPRETED
+from rapid_infer.ops.providers.triton.kv_values import cached_values, pair_values, split_pairs
 
 TILE_BYTES = 16384
 """Of one tile of keys: with pipelined keys and values, two programs still fit a multiprocessor's shared memory."""
@@ -30,7 +31,8 @@ def tile_constants(q: Tensor, k_cache: Tensor) -> dict[str, int]:
     """Constants of both kernels that follow from the shapes of q `[tokens, heads, head_dim]` and the cache."""
     _, block_size, kv_heads, dim = k_cache.shape
     padded = max(triton.next_power_of_2(dim), 16)
-    tile = min(max(TILE_BYTES // (padded * k_cache.element_size()), 16), MAX_TILE)
+    # By q, since keys of a smaller type become as large in registers.
+    tile = min(max(TILE_BYTES // (padded * q.element_size()), 16), MAX_TILE)
     return {
         "GROUP": q.shape[1] // kv_heads,
         "DIM": dim,
@@ -75,8 +77,16 @@ def attend(
     """Take the keys `begin .. end` of a row that has `keys` into (acc `[M, DIM_PAD]`, top `[M]`, total `[M]`).
 
     q `[M, DIM_PAD]` stands at `position` `[M]`; `begin` is a multiple of TILE. Without MASKED every q sees all of them.
+    Pointers to int16 are to pairs of e4m3, and strides count those; `scale` may be `[M, 1]`.
     """
-    dim = tl.arange(0, DIM_PAD)
+    PAIRS: tl.constexpr = k_ptr.dtype.element_ty == tl.int16
+    WIDTH: tl.constexpr = DIM // 2 if PAIRS else DIM
+    WIDTH_PAD: tl.constexpr = DIM_PAD // 2 if PAIRS else DIM_PAD
+    NONE: tl.constexpr = 0 if PAIRS else 0.0
+    dim = tl.arange(0, WIDTH_PAD)
+    if PAIRS:
+        q_even, q_odd = split_pairs(q)
+        even, odd = split_pairs(acc)
     # One tile ahead and by hand: Triton would take a load that others depend on for a stage of its own, and with that
     # stage keep fewer keys and values under way.
     blocks = load_blocks(table_ptr, begin, keys, TILE, BLOCK_SIZE)
@@ -87,16 +97,23 @@ def attend(
         blocks = load_blocks(table_ptr, first + TILE, keys, TILE, BLOCK_SIZE)
         if MASKED:
             # Slots past the last key may hold NaN, which a weight of zero does not hide.
-            inside = (key < keys)[:, None] & (dim < DIM)[None, :]
-            k = tl.load(k_ptr + at, mask=inside, other=0.0)
-            v = tl.load(v_ptr + at, mask=inside, other=0.0)
-        elif DIM < DIM_PAD:
-            k = tl.load(k_ptr + at, mask=(dim < DIM)[None, :], other=0.0)
-            v = tl.load(v_ptr + at, mask=(dim < DIM)[None, :], other=0.0)
+            inside = (key < keys)[:, None] & (dim < WIDTH)[None, :]
+            k = tl.load(k_ptr + at, mask=inside, other=NONE)
+            v = tl.load(v_ptr + at, mask=inside, other=NONE)
+        elif WIDTH < WIDTH_PAD:
+            k = tl.load(k_ptr + at, mask=(dim < WIDTH)[None, :], other=NONE)
+            v = tl.load(v_ptr + at, mask=(dim < WIDTH)[None, :], other=NONE)
         else:
             k = tl.load(k_ptr + at)
             v = tl.load(v_ptr + at)
-        score = matmul(q, tl.trans(k), tl.zeros([q.shape[0], TILE], tl.float32)) * scale
+        score = tl.zeros([q.shape[0], TILE], tl.float32)
+        if PAIRS:
+            k_even, k_odd = pair_values(tl.trans(k))
+            score = matmul(q_odd, k_odd, matmul(q_even, k_even, score)) * scale
+        else:
+            k = cached_values(k, q.dtype)
+            v = cached_values(v, q.dtype)
+            score = matmul(q, tl.trans(k), score) * scale
         if CAP:
             score = cap - 2.0 * cap / (tl.exp2(score) + 1.0)
         if MASKED:
@@ -112,8 +129,16 @@ def attend(
         weight = tl.exp2(score - base[:, None])
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(weight, 1)
-        acc = matmul(weight.to(v.dtype), v, acc * shrink[:, None])
+        if PAIRS:
+            v_even, v_odd = pair_values(v)
+            weight = weight.to(tl.float16)
+            even = matmul(weight, v_even, even * shrink[:, None])
+            odd = matmul(weight, v_odd, odd * shrink[:, None])
+        else:
+            acc = matmul(weight.to(v.dtype), v, acc * shrink[:, None])
         top = higher
+    if PAIRS:
+        acc = tl.reshape(tl.join(even, odd), [q.shape[0], DIM_PAD])
     return acc, top, total
 
 

@@ -13,8 +13,9 @@ from rapid_infer.ops.attention_metadata import AttentionMetadata
 from rapid_infer.ops.providers.triton.attention.decode import combine, leave_part
 from rapid_infer.ops.providers.triton.attention.plan import decode_plan, row_part
 from rapid_infer.ops.providers.triton.attention.tile import write_row
+from rapid_infer.ops.providers.triton.kv_values import queries_for_fp8
 from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
-from rapid_infer.ops.providers.triton.mla.tile import attend_latent, check_strides, load_query, mla_shape
+from rapid_infer.ops.providers.triton.mla.tile import attend_latent, check_strides, load_query, mla_shape, read_views
 
 MOST_HEADS = 64
 """In a program: their results stay in registers."""
@@ -30,7 +31,7 @@ COMBINED_AT_ONCE = 16384
 
 @triton.jit(do_not_specialize=["table_ptr", "rows_ptr", "seq_lens_ptr"])
 def _decode_kernel(
-    q_ptr, cache_ptr, out_ptr, table_ptr, rows_ptr, seq_lens_ptr,
+    q_ptr, cache_ptr, rope_ptr, scales_ptr, out_ptr, table_ptr, rows_ptr, seq_lens_ptr,
     first_ptr, slice_row_ptr, quota_ptr, arrived_ptr, partial_ptr, stats_ptr,
     q_stride, q_head_stride, table_stride, block_stride, token_stride, scale,
     HEAD_BLOCKS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
@@ -53,13 +54,16 @@ def _decode_kernel(
         q_row = q_ptr + tl.cast(row, tl.int64) * q_stride
         at = (block * GROUP + group) * q_head_stride
         q_latent, q_rope = load_query(q_row, at, group < GROUP, RANK, RANK_PAD, ROPE, ROPE_PAD)
+        q_scale = 1.0
+        if scales_ptr is not None:
+            q_latent, q_scale = queries_for_fp8(q_latent, q_scale)
         begin, end, first_slice, slices = row_part(first_ptr, row, slice, quota, ROW_COST)
         if begin < end:
             acc, top, total = attend_latent(
                 tl.zeros([M, RANK_PAD], tl.float32),
                 tl.full([M], float("-inf"), tl.float32),
                 tl.zeros([M], tl.float32),
-                q_latent, q_rope, tl.full([M], 0, tl.int32) + keys - 1, cache_ptr, table,
+                q_latent, q_rope, q_scale, tl.full([M], 0, tl.int32) + keys - 1, cache_ptr, rope_ptr, scales_ptr, table,
                 begin * TILE, tl.minimum(end * TILE, keys), keys, block_stride, token_stride, scale,
                 RANK, RANK_PAD, ROPE, ROPE_PAD, TILE, BLOCK_SIZE, True,
             )  # fmt: skip
@@ -94,7 +98,8 @@ def mla_decode(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: flo
     tile = shape.constants["TILE"]
     plan = decode_plan(metadata, shape.head_blocks, shape.group, rank_pad, tile, None, part_cost=PART_COST)
     _decode_kernel[(plan.slices * shape.head_blocks,)](
-        q, cache, out, metadata.block_table, metadata.rows, metadata.seq_lens,
+        q, *read_views(q, cache, rank), out,
+        metadata.block_table, metadata.rows, metadata.seq_lens,
         plan.first, plan.slice_row, plan.quota, plan.arrived, plan.partial, plan.stats,
         q.stride(0), q.stride(1), metadata.block_table.stride(0), cache.stride(0), cache.stride(1),
         HEAD_BLOCKS=shape.head_blocks, GROUP=shape.group, GROUP_PAD=group_pad, ROW_COST=plan.row_cost,
