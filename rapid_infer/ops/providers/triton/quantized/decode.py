@@ -13,24 +13,26 @@ import triton.language as tl
 from rapid_infer.ops.providers.triton.facts import INTERPRETED
 
 _PLAIN = tl.constexpr(INTERPRETED)
-_SPREAD = "prmt.b32 a, {source}, 0, 0x4140; prmt.b32 b, {source}, 0, 0x4342;"
 
 
 def _fp8() -> str:
     """e4m3 has 4 bits of exponent, bias 7: moved by 4 bits it is off by 2^120 in bf16."""
-    line = "and.b32 m, {r}, 0x7fff7fff; shr.b32 m, m, 4; lop3.b32 m, {r}, 0x80008000, m, 0xea; mul.bf16x2 {out}, m, c;"
+    end = "and.b32 m, m, 0x07f007f0; lop3.b32 m, {r}, 0x80008000, m, 0xea; mul.bf16x2 {out}, m, c;"
     return (
-        "{.reg .b32 a, b, m, c; mov.b32 c, 0x7b807b80; prmt.b32 a, 0, $2, 0x5040; prmt.b32 b, 0, $2, 0x7060;"
-        + line.format(r="a", out="$0") + line.format(r="b", out="$1") + "}"
+        "{.reg .b32 a, m, c; mov.b32 c, 0x7b807b80; shl.b32 a, $2, 8; shl.b32 m, $2, 4;" + end.format(r="a", out="$0")
+        + "shr.b32 m, $2, 4;" + end.format(r="$2", out="$1") + "}"
     )  # fmt: skip
+
+
+_PAIRS = (("$4", "$0", "$2"), ("b", "$1", "$3"))
+"""Of four bytes the first and third, and moved by a byte the others; where their low and high codes go."""
 
 
 def _int4(one: str) -> str:
     """`one`: the bits of 128 or 1024, twice."""
-    low, high = "lop3.b32 {out}, {r}, 0x000f000f, " + one + ", 0xea;", "shr.b32 {r}, {r}, 4;"
-    pairs = (("a", "$0", "$2"), ("b", "$1", "$3"))
-    body = "".join(low.format(r=r, out=a) + high.format(r=r) + low.format(r=r, out=b) for r, a, b in pairs)
-    return "{.reg .b32 a, b;" + _SPREAD.format(source="$4") + body + "}"
+    low, high = "lop3.b32 {out}, {r}, 0x000f000f, " + one + ", 0xea;", "shr.b32 a, {r}, 4;"
+    body = "".join(low.format(r=r, out=x) + high.format(r=r) + low.format(r="a", out=y) for r, x, y in _PAIRS)
+    return "{.reg .b32 a, b; shr.b32 b, $4, 8;" + body + "}"
 
 
 def _fp4(shift: int, mask: str) -> str:
@@ -39,16 +41,17 @@ def _fp4(shift: int, mask: str) -> str:
     In bf16 both moves are one product, as nothing of the one lies where the other's bits go.
     """
     lines = []
-    # The high code stands four bits further up.
-    for r, out, nibble, up in (("a", "$0", "f", 0), ("b", "$1", "f", 0), ("a", "$2", "f0", 4), ("b", "$3", "f0", 4)):
-        lines.append(f"and.b32 {r}{up}, {r}, 0x{nibble:0>4}{nibble:0>4};")
-        if shift == 6:
-            factor, both = (1 << shift - up) + (1 << 12 - up), "0x81c081c0"
-            lines.append(f"mul.lo.u32 m, {r}{up}, {factor}; and.b32 {out}, m, {both};")
-        else:
-            lines.append(f"shl.b32 m, {r}{up}, {shift - up}; and.b32 m, m, {mask}; shl.b32 s, {r}{up}, {12 - up};")
-            lines.append(f"lop3.b32 {out}, s, 0x80008000, m, 0xea;")
-    return "{.reg .b32 a, b, a0, b0, a4, b4, m, s;" + _SPREAD.format(source="$4") + "".join(lines) + "}"
+    for r, *outs in _PAIRS:
+        # The high code stands four bits further up.
+        for out, nibble, up in zip(outs, ("f", "f0"), (0, 4)):
+            lines.append(f"and.b32 a, {r}, 0x{nibble:0>4}{nibble:0>4};")
+            if shift == 6:
+                factor, both = (1 << shift - up) + (1 << 12 - up), "0x81c081c0"
+                lines.append(f"mul.lo.u32 m, a, {factor}; and.b32 {out}, m, {both};")
+            else:
+                lines.append(f"shl.b32 m, a, {shift - up}; and.b32 m, m, {mask}; shl.b32 s, a, {12 - up};")
+                lines.append(f"lop3.b32 {out}, s, 0x80008000, m, 0xea;")
+    return "{.reg .b32 a, b, m, s; shr.b32 b, $4, 8;" + "".join(lines) + "}"
 
 
 _FP8 = tl.constexpr(_fp8())
@@ -57,15 +60,20 @@ _FP4_BF16, _FP4_FP16 = tl.constexpr(_fp4(6, "0x01c001c0")), tl.constexpr(_fp4(9,
 
 
 @triton.jit
+def _swapped(tile):
+    """`[..., 4 n]`: of each four the second and third change places, as the instructions leave them."""
+    P: tl.constexpr = tile.shape[0]
+    B: tl.constexpr = tile.shape[1]
+    return tl.reshape(tl.permute(tl.reshape(tile, [P, B // 4, 2, 2]), (0, 1, 3, 2)), [P, B])
+
+
+@triton.jit
 def fp8_values(tile, DTYPE: tl.constexpr):
-    """e4m3 to DTYPE."""
-    if _PLAIN:
-        return tile.to(tl.float32)
-    elif tl.bfloat16 == DTYPE:
-        bytes_ = tile.to(tl.uint8, bitcast=True)
-        return tl.inline_asm_elementwise(_FP8, "=r,=r,r", [bytes_], dtype=tl.bfloat16, is_pure=True, pack=4)
+    """Bytes of e4m3 `[P, B]` to DTYPE, of each four the second and third exchanged."""
+    if tl.bfloat16 == DTYPE and not _PLAIN:
+        return tl.inline_asm_elementwise(_FP8, "=r,=r,r", [tile], dtype=tl.bfloat16, is_pure=True, pack=4)
     else:
-        return tile.to(DTYPE)
+        return _swapped(tile.to(tl.float8e4nv, bitcast=True).to(tl.float32 if _PLAIN else DTYPE))
 
 
 @triton.jit
@@ -102,18 +110,20 @@ def _pairwise(OP: tl.constexpr, a, b, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _spread(groups, N: tl.constexpr, BYTES: tl.constexpr, COUNT: tl.constexpr):
-    """`[N, COUNT]` to `[N, BYTES]`, each value repeated."""
-    return tl.reshape(tl.broadcast_to(groups[:, :, None], [N, COUNT, BYTES // COUNT]), [N, BYTES])
+def _of_groups(OP: tl.constexpr, values, groups, DTYPE: tl.constexpr):
+    """`values OP groups`: values `[P, B]`, groups `[P, C]`, each for B / C values."""
+    P: tl.constexpr = values.shape[0]
+    B: tl.constexpr = values.shape[1]
+    C: tl.constexpr = groups.shape[1]
+    of_each = tl.broadcast_to(groups[:, :, None], [P, C, B // C])
+    return tl.reshape(_pairwise(OP, tl.reshape(values, [P, C, B // C]), of_each, DTYPE), [P, B])
 
 
 @triton.jit
-def int4_values(
-    tile, zero_low, zero_high, N: tl.constexpr, BYTES: tl.constexpr, COUNT: tl.constexpr, DTYPE: tl.constexpr
-):
-    """Low and high codes of bytes `[N, BYTES]` minus their zeros `[N, COUNT]`, fp32."""
+def int4_values(tile, zero_low, zero_high, DTYPE: tl.constexpr):
+    """Low and high codes of bytes `[P, B]` minus their zeros `[P, C]`, fp32; order as `fp8_values`."""
     if _PLAIN:
-        low, high = (tile & 15).to(tl.float32), (tile >> 4).to(tl.float32)
+        low, high = int4_codes(tile)
         offset = 0.0
     elif tl.bfloat16 == DTYPE:
         low, high = tl.inline_asm_elementwise(
@@ -125,15 +135,14 @@ def int4_values(
             _INT4_FP16, "=r,=r,=r,=r,r", [tile], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
         )
         offset = 1024.0
-    low = _pairwise("sub", low, _spread((zero_low + offset).to(DTYPE), N, BYTES, COUNT), DTYPE)
-    high = _pairwise("sub", high, _spread((zero_high + offset).to(DTYPE), N, BYTES, COUNT), DTYPE)
-    return low, high
+    low = _of_groups("sub", low, (zero_low + offset).to(DTYPE), DTYPE)
+    return low, _of_groups("sub", high, (zero_high + offset).to(DTYPE), DTYPE)
 
 
 @triton.jit
-def scaled(values, scale, N: tl.constexpr, BYTES: tl.constexpr, COUNT: tl.constexpr, DTYPE: tl.constexpr):
-    """values `[N, BYTES]` times scale `[N, COUNT]`, rounded to DTYPE, of which both are."""
-    return _pairwise("mul", values, _spread(scale, N, BYTES, COUNT), DTYPE)
+def scaled(values, scale, DTYPE: tl.constexpr):
+    """values `[P, B]` times scale `[P, C]`, rounded to DTYPE, of which both are."""
+    return _of_groups("mul", values, scale, DTYPE)
 
 
 @triton.jit
@@ -146,22 +155,23 @@ def inner_scale(scale, FORM: tl.constexpr, DTYPE: tl.constexpr):
         else:
             exponent = tl.minimum(scale.to(tl.int32) + 66, 254)
             return (exponent << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    elif FORM == "int4" or _PLAIN:
+    elif FORM != "fp4" or _PLAIN:
         return scale.to(DTYPE if not _PLAIN else tl.float32)
     elif scale.dtype == tl.float8e4nv:
-        return fp8_values(scale, DTYPE) * (73786976294838206464.0 if tl.bfloat16 == DTYPE else 32.0)
+        return scale.to(tl.float32).to(DTYPE) * (73786976294838206464.0 if tl.bfloat16 == DTYPE else 32.0)
     else:
         return (scale.to(tl.float32) * (73786976294838206464.0 if tl.bfloat16 == DTYPE else 32.0)).to(DTYPE)
 
 
 @triton.jit
 def fp4_values(tile, DTYPE: tl.constexpr):
-    """Low and high e2m1 values, over 2^126 in bf16, 2^14 in fp16, by which the types' biases differ.
+    """Low and high e2m1 values, over 2^126 in bf16, 2^14 in fp16, by which the types' biases differ; order as
+    `fp8_values`.
 
     Times a scale that may not fit: `inner_scale` brings a part of it, `fp4_factor` the rest.
     """
     if _PLAIN:
-        return _fp4_plain(tile & 15), _fp4_plain(tile >> 4)
+        return _swapped(_fp4_plain(tile & 15)), _swapped(_fp4_plain(tile >> 4))
     elif tl.bfloat16 == DTYPE:
         return tl.inline_asm_elementwise(
             _FP4_BF16, "=r,=r,=r,=r,r", [tile], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
@@ -189,3 +199,29 @@ def fp4_factor(DTYPE: tl.constexpr):
         return 1152921504606846976.0
     else:
         return 512.0
+
+
+@triton.jit
+def fp4_unit(DTYPE: tl.constexpr):
+    """What `fp4_values` are to be multiplied by, alone."""
+    if _PLAIN:
+        return 1.0
+    elif tl.bfloat16 == DTYPE:
+        return 85070591730234615865843651857942052864.0
+    else:
+        return 16384.0
+
+
+@triton.jit
+def int4_codes(tile):
+    """Low and high codes of bytes `[P, B]` in fp32, order as `fp8_values`."""
+    return _swapped((tile & 15).to(tl.float32)), _swapped((tile >> 4).to(tl.float32))
+
+
+@triton.jit
+def in_order(low, high):
+    """What stands so, `[P, B]` of each, to columns as files have them, `[P, 2 B]`."""
+    P: tl.constexpr = low.shape[0]
+    B: tl.constexpr = low.shape[1]
+    quarters = tl.reshape(tl.join(low, high), [P, B // 16, 16, 2])
+    return tl.reshape(tl.permute(quarters, (0, 1, 3, 2)), [P, 2 * B])

@@ -9,22 +9,23 @@ from torch import Tensor
 
 from rapid_infer.ops.providers.triton.facts import INTERPRETED
 from rapid_infer.ops.providers.triton.launch import num_multiprocessors, options
-from rapid_infer.ops.providers.triton.linear.config import padded_rows
 from rapid_infer.ops.providers.triton.linear.linear import workspace
 from rapid_infer.ops.providers.triton.quantized.activations import dequantize_activations, quantize_activations
 from rapid_infer.ops.providers.triton.quantized.choice import (
+    LINE,
     Config,
-    block_limit,
     cannot_multiply,
     choose,
+    codes_of,
     inner_group,
     is_inner,
+    most_lines,
+    padded_rows,
 )
 from rapid_infer.ops.providers.triton.quantized.dequantize import constants_of, dequantize, tensors_of
-from rapid_infer.ops.providers.triton.quantized.gemv import gemv_kernel
 from rapid_infer.ops.providers.triton.quantized.kernels import product_kernel
 from rapid_infer.ops.providers.triton.quantized.scaled_mm import ROWS_ALIGNED, scaled_kind, scaled_product
-from rapid_infer.ops.quantized import HALF, QuantizedMatrix
+from rapid_infer.ops.quantized import QuantizedMatrix
 from rapid_infer.ops.reference.quantized_linear import activation_group
 
 
@@ -67,55 +68,41 @@ def plain_product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     return F.linear(x.float(), weight.float()).to(dtype)
 
 
-def chosen(x: Tensor, matrix: QuantizedMatrix) -> Config | None:
-    """None: the kernel cannot take these, or would be slower than cuBLAS."""
+def chosen(x: Tensor, matrix: QuantizedMatrix, gated: bool = False) -> Config | None:
+    """None: the kernel cannot take these, or would be slower than others."""
     if x.dim() != 2 or x.stride(1) != 1 or cannot_multiply(matrix, x.dtype, INTERPRETED):
         return None
-    n, k = matrix.shape
-    return choose(matrix.form, n, k, x.shape[0], inner_group(matrix), num_multiprocessors(x.device))
+    (n, k), group, sms = matrix.shape, inner_group(matrix), num_multiprocessors(x.device)
+    return choose(matrix.form, n // (1 + gated), k, x.shape[0], group, sms, gated)
 
 
-def product(x: Tensor, matrix: QuantizedMatrix, config: Config, dtype: torch.dtype) -> Tensor:
-    """x `[m, k]` of at most 64 rows; `[m, n]`."""
-    (m, k), n, width = x.shape, matrix.shape[0], matrix.values.shape[-1]
+def product(x: Tensor, matrix: QuantizedMatrix, config: Config, dtype: torch.dtype, gated: bool = False) -> Tensor:
+    """x `[m, k]`, matrix `[n, k]` -> `[m, n]`; gated: matrix `[2 n, k]` -> `silu(first half) * second half`."""
+    (m, k), n, width = x.shape, matrix.shape[0] // (1 + gated), matrix.values.shape[-1]
     group = inner_group(matrix)
-    if config.gemv:
-        limit = triton.next_power_of_2(k) if m == 1 and matrix.form == "fp8" else 0
-    else:
-        limit = block_limit(matrix.form, group)
-    if not config.fits(m, n) or config.block > limit:
+    if not config.fits(m, n, gated) or config.lines > most_lines(matrix.form, group):
         raise ValueError(f"{config} cannot compute {m} x {n} outputs of {matrix.form} in groups of {group}")
     out = torch.empty(m, n, dtype=dtype, device=x.device)
-    _, scale, zero, row_scale = tensors_of(matrix)
-    iters = triton.cdiv(triton.cdiv(width, config.block), config.splits)
-    columns = iters * config.splits * config.block * (1 if matrix.form == "fp8" else 2)
-    sizes = m, n, k, width, scale.shape[-1], x.stride(0), iters
-    shared = {
-        "BLOCK_N": config.block_n,
-        "SPLITS": config.splits,
-        "STAGES": config.stages,
-        "EVEN": columns == k,
-        "num_warps": config.warps,
+    values, scale, zero, row_scale = tensors_of(matrix)
+    block, rows = config.lines * LINE, padded_rows(m)
+    iters = triton.cdiv(triton.cdiv(width, block), config.splits)
+    grid = (triton.cdiv(n, config.block_n) * triton.cdiv(m, rows), config.splits)
+    product_kernel[grid](
+        x, values, scale, zero, row_scale, out, *workspace(x.device),
+        m, n, k, width, scale.shape[-1], x.stride(0), iters,
+        **constants_of(matrix),
+        INNER=is_inner(matrix.form, group),
+        ROWS=rows,
+        BLOCK_N=config.block_n,
+        LINES=config.lines,
+        WARPS=config.warps,
+        SPLITS=config.splits,
+        STAGES=config.stages,
+        GATED=gated,
+        EVEN=iters * config.splits * block * codes_of(matrix.form) == k,
+        AHEAD=config.ahead if width >= 128 else 0,
+        WIDE=INTERPRETED,
+        num_warps=config.warps,
         **options(x),
-    }
-    grid = (triton.cdiv(n, config.block_n), config.splits)
-    if config.gemv:
-        gemv_kernel[grid](
-            x, matrix.values, scale, out, *workspace(x.device), *sizes,
-            GROUP_N=matrix.group[0], GROUP=group, CHUNKS=config.block // 16, LOOP=iters > 1, **shared,
-        )  # fmt: skip
-    else:
-        inner = is_inner(matrix.form, group)
-        product_kernel[grid](
-            x, matrix.values, scale, zero, row_scale, out, *workspace(x.device), *sizes,
-            **constants_of(matrix),
-            INNER=inner,
-            ROWS=padded_rows(m),
-            BLOCK=config.block,
-            COUNT=config.block // group if inner and 0 < group < HALF else 1,
-            WEIGHT_FIRST=config.weight_first,
-            LINES=config.ahead if width >= 128 else 0,
-            WIDE=INTERPRETED,
-            **shared,
-        )  # fmt: skip
+    )  # fmt: skip
     return out
