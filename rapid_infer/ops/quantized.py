@@ -20,8 +20,8 @@ from torch import Tensor
 
 FORMS = ("fp8", "int4", "fp4")
 PACKED = 128
-"""Columns of a packed block of 64 bytes: byte `16 t + 4 s + 2 j + h` holds in its low half column `32 t + 4 s + 2 h + j`
-and in its high half that 16 further: what a thread of a tensor core needs lies together, see `triton.quantized`.
+"""Columns of a packed block of 64 bytes: the low half of byte `16 t + 4 s + 2 j + h` is column `32 t + 4 s + 2 h + j`
+and its high half that 16 further: what a thread of a tensor core needs lies together, see `triton.quantized`.
 """
 CONSTANT_ZERO = 8
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

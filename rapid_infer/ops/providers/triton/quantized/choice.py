@@ -85,9 +85,7 @@ def most_lines(form: str, group: int) -> int:
 
 @cache
 def choose(form: str, n: int, k: int, m: int, group: int, sms: int, gated: bool = False) -> Config | None:
-    """For x `[m, k]` and a matrix `[n, k]` (gated: `[2 n, k]`) on a device of `sms` multiprocessors; None: other kernels
-    are faster.
-    """
+    """For x `[m, k]` and a matrix `[n, k]` (gated: `[2 n, k]`) on a device of `sms` multiprocessors; None: others."""
     if not 1 <= m <= MAX_ROWS[form]:
         return None
     rows, width = padded_rows(m), -(-k // (LINE * codes_of(form)))

@@ -28,6 +28,7 @@ from rapid_infer.ops.providers.triton.quantized.decode import (
     scaled,
 )
 
+
 @triton.jit
 def wide_scale(value):
     """A stored scale in fp32; bytes are e8m0."""
