@@ -113,9 +113,9 @@ GEMV = [
 ]  # fmt: skip
 
 
-# Rows of the matrix in a program, lines, warps and stages.
-TILES = [(64, 1, 4, 6), (64, 2, 4, 4), (64, 2, 4, 6), (64, 4, 4, 3), (128, 1, 4, 4), (128, 2, 4, 3), (128, 2, 4, 4),
-         (128, 2, 8, 4), (128, 4, 8, 3)]  # fmt: skip
+# Rows of the matrix in a program, lines, warps, stages, and whether x is gathered.
+TILES = [(64, 2, 4, 4, False), (64, 4, 4, 3, False), (128, 1, 4, 4, False), (128, 2, 4, 3, False), (128, 2, 8, 4, False),
+         (128, 4, 8, 3, False), (64, 2, 4, 4, True), (128, 1, 4, 4, True), (128, 2, 8, 4, True)]  # fmt: skip
 
 
 def today(task: Task, m: int, sms: int) -> Config | quantized.Config | None:
@@ -140,8 +140,10 @@ def _quantized_candidates(task: Task, m: int, sms: int) -> list[quantized.Config
     assert task.form is not None
     chosen = today(task, m, sms)
     found = [chosen] if isinstance(chosen, quantized.Config) else []
-    for rows, lines, warps, stages in TILES:
-        tile = quantized.Config(rows // (1 + task.gated), lines, 1, warps, stages)
+    for rows, lines, warps, stages, gather in TILES:
+        if gather and task.form[0] == "fp8":
+            continue
+        tile = quantized.Config(rows // (1 + task.gated), lines, 1, warps, stages, gather=gather)
         blocks = -(-task.n // tile.block_n) * -(-m // quantized.padded_rows(m))
         most = -(-task.k // (lines * 64 * quantized.codes_of(task.form[0]))) // 2
         splits = [s for s in (1, 2, 4, 8) if s <= most and sms // 2 <= blocks * s <= 5 * sms] or [1]

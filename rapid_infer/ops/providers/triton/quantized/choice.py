@@ -24,7 +24,8 @@ SHARED_BYTES = 100_000
 class Config:
     """block_n outputs and, at a time, 64 `lines` bytes of each row of the matrix; otherwise as `linear.config.Config`.
 
-    A warp has 16 rows of the matrix, or several times as many; a gated product has two rows for an output.
+    A warp has 16 rows of the matrix, or several times as many; a gated product has two rows for an output. gather: x is
+    read in the order in which it is multiplied, by small loads, rather than brought in it.
     """
 
     block_n: int
@@ -33,6 +34,7 @@ class Config:
     warps: int = 4
     stages: int = 4
     ahead: int = 4
+    gather: bool = False
 
     def fits(self, m: int, n: int, gated: bool = False) -> bool:
         """Whether the workspace holds the partial sums of `[m, n]` outputs, and warps divide the rows."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
 from rapid_infer.ops.providers.triton.quantized.choice import inner_group
-from rapid_infer.ops.providers.triton.quantized.decode import fp4_unit, fp4_values, in_order, int4_codes
+from rapid_infer.ops.providers.triton.quantized.decode import byte_of, e2m1, e4m3, eight, four
 from rapid_infer.ops.providers.triton.quantized.kernels import wide_scale
 from rapid_infer.ops.quantized import QuantizedMatrix
 
@@ -21,7 +21,7 @@ BLOCK_N, LINES = 64, 2
 
 @triton.jit
 def _dequantize_kernel(
-    values_ptr, scale_ptr, zero_ptr, row_ptr, out_ptr, N, K, width, groups, scales_of_expert,
+    word_ptr, scale_ptr, zero_ptr, row_ptr, out_ptr, N, K, width, groups, scales_of_expert,
     FORM: tl.constexpr, GROUP_N: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, ROW_SCALE: tl.constexpr,
     BLOCK_N: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -31,35 +31,32 @@ def _dequantize_kernel(
     PLACES: tl.constexpr = BLOCK_N * LINES
     # Sixteen columns have one scale, if groups are no smaller.
     COUNT: tl.constexpr = COLUMNS // 16 if GROUP % 16 == 0 else COLUMNS
-    place = tl.arange(0, PLACES)
+    lines = tl.arange(0, PLACES)
     expert = tl.program_id(2).to(tl.int64)
-    n = tl.program_id(0) * BLOCK_N + place // LINES
-    line = tl.program_id(1) * LINES + place % LINES
-    byte = line[:, None] * 64 + tl.arange(0, 64)[None, :]
+    n = tl.program_id(0) * BLOCK_N + lines // LINES
+    line = tl.program_id(1) * LINES + lines % LINES
+    place = line[:, None] * 16 + tl.arange(0, 16)[None, :]
     row = expert * N + n
     wait_previous(PDL)
     inside = (n < N)[:, None]
-    tile = tl.load(values_ptr + row[:, None] * width + byte, mask=inside & (byte < width), other=0)
+    word = tl.load(word_ptr + row[:, None] * width + place, mask=inside & (place < width), other=0)
     part = line[:, None] * COLUMNS + tl.arange(0, COUNT)[None, :] * (COLUMNS // COUNT)
     used = inside & (part < K)
     group = part // GROUP if GROUP > 0 else part * 0
     at = (scales_of_expert * expert + n // GROUP_N * groups)[:, None] + group
+    c0, c1, c2, c3 = byte_of(word, 0), byte_of(word, 1), byte_of(word, 2), byte_of(word, 3)
     if FORM == "fp8":
-        values = tile.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    elif FORM == "int4":
-        low, high = int4_codes(tile)
-        values = in_order(low, high)
+        values = four(e4m3(c0), e4m3(c1), e4m3(c2), e4m3(c3))
     else:
-        low, high = fp4_values(tile, tl.bfloat16)
-        values = in_order(low.to(tl.float32), high.to(tl.float32))
+        values = eight(c0 & 15, c1 & 15, c2 & 15, c3 & 15, c0 >> 4, c1 >> 4, c2 >> 4, c3 >> 4)
+        values = tl.permute(tl.reshape(values, [PLACES, 4, 4, 2, 2, 2]), (0, 1, 4, 2, 5, 3))
+        values = values.to(tl.float32) if FORM == "int4" else e2m1(values)
     values = tl.reshape(values, [PLACES, COUNT, COLUMNS // COUNT])
     if FORM == "int4":
         zero = tl.full([PLACES, COUNT], 8.0, tl.float32)
         if ZERO:
             zero = tl.load(zero_ptr + at, mask=used, other=0).to(tl.float32)
         values -= zero[:, :, None]
-    elif FORM == "fp4":
-        values *= fp4_unit(tl.bfloat16)
     values *= wide_scale(tl.load(scale_ptr + at, mask=used))[:, :, None]
     if ROW_SCALE:
         values *= tl.load(row_ptr + row, mask=n < N, other=0.0)[:, None, None]
@@ -69,10 +66,10 @@ def _dequantize_kernel(
 
 
 def tensors_of(matrix: QuantizedMatrix) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """values in bytes, scale, zero and row_scale, as kernels take them: another stands for what there is not."""
+    """values in words of four bytes, scale, zero, row_scale, as kernels take them: another stands for what is not there."""
     scale = matrix.scale.view(torch.uint8) if matrix.scale.dtype is torch.float8_e8m0fnu else matrix.scale
     zero, row_scale = (scale if part is None else part for part in (matrix.zero, matrix.row_scale))
-    return matrix.values.view(torch.uint8), scale, zero, row_scale
+    return matrix.values.view(torch.int32), scale, zero, row_scale
 
 
 def constants_of(matrix: QuantizedMatrix) -> dict[str, Any]:
@@ -87,11 +84,11 @@ def constants_of(matrix: QuantizedMatrix) -> dict[str, Any]:
 
 def dequantize(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
     n, k = matrix.shape
-    *stack, _, width = matrix.values.shape
+    *stack, _, width = matrix.values.view(torch.int32).shape
     out = torch.empty(*stack, n, k, dtype=dtype, device=matrix.values.device)
     experts = stack[0] if stack else 1
     tensors = [part.contiguous() for part in tensors_of(matrix)]
-    _dequantize_kernel[(triton.cdiv(n, BLOCK_N), triton.cdiv(width, 64 * LINES), experts)](
+    _dequantize_kernel[(triton.cdiv(n, BLOCK_N), triton.cdiv(width, 16 * LINES), experts)](
         *tensors, out, n, k, width, matrix.scale.shape[-1], matrix.scale.shape[-2] * matrix.scale.shape[-1],
         **constants_of(matrix), BLOCK_N=BLOCK_N, LINES=LINES, num_warps=4, **options(out),
     )  # fmt: skip

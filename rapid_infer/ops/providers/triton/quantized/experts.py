@@ -46,7 +46,7 @@ TILES = {16: Tile(64, 2, 4), 32: Tile(64, 2, 4), 64: Tile(64, 2, 3)}
 
 @triton.jit(do_not_specialize=["tiles", "iters"])
 def experts_kernel(
-    x_ptr, values_ptr, scale_ptr, zero_ptr, row_ptr, out_ptr, slots_ptr, order_ptr, expert_ptr, first_ptr, last_ptr,
+    x_ptr, word_ptr, scale_ptr, zero_ptr, row_ptr, out_ptr, slots_ptr, order_ptr, expert_ptr, first_ptr, last_ptr,
     x_stride, tiles, size, N, K, width, groups, iters,
     TOP_K: tl.constexpr, GATED: tl.constexpr, ALONE: tl.constexpr, GROUPED: tl.constexpr,
     FORM: tl.constexpr, GROUP_N: tl.constexpr, GROUP: tl.constexpr, INNER: tl.constexpr, ZERO: tl.constexpr,
@@ -72,10 +72,10 @@ def experts_kernel(
     expert = expert.to(tl.int64)
     scales = expert * ((N + GROUP_N - 1) // GROUP_N) * groups
     acc = row_products(
-        x_ptr + source.to(tl.int64)[:, None] * x_stride, inside[:, None], values_ptr + expert * N * width,
+        x_ptr + source.to(tl.int64)[:, None] * x_stride, inside[:, None], word_ptr + expert * N * width,
         scale_ptr + scales, zero_ptr + scales, line_row.to(tl.int64), row.to(tl.int64), row_ptr + expert * N + row,
         line, 0, K, width, groups, iters, FORM, GROUP, INNER, ZERO, ROW_SCALE, M, BLOCK_N, LINES, WARPS, STAGES,
-        EVEN, WIDE, x_ptr.dtype.element_ty, GROUP_N,
+        False, EVEN, WIDE, x_ptr.dtype.element_ty, GROUP_N,
     )  # fmt: skip
     column = block * OUT + tl.arange(0, OUT)
     if GATED:
@@ -123,12 +123,13 @@ def _launch(
     gated: bool, settings: dict[str, Any],
 ) -> None:  # fmt: skip
     n, k = matrix.shape
-    width, group, tile = matrix.values.shape[-1], inner_group(matrix), TILES[settings["M"]]
+    group, tile = inner_group(matrix), TILES[settings["M"]]
     lines = min(most_lines(matrix.form, group), tile.lines)
-    iters = triton.cdiv(width, lines * LINE)
-    values, scale, zero, row_scale = tensors_of(matrix)
+    words, scale, zero, row_scale = tensors_of(matrix)
+    width = words.shape[-1]
+    iters = triton.cdiv(width, 16 * lines)
     experts_kernel[(tiles * triton.cdiv(size, tile.block_n // (1 + gated)),)](
-        x, values, scale, zero, row_scale, out, slots, *tables,
+        x, words, scale, zero, row_scale, out, slots, *tables,
         x.stride(0), tiles, size, n, k, width, matrix.scale.shape[-1], iters,
         GATED=gated,
         GROUPED=TILES_SHARING,

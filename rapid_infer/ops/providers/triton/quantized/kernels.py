@@ -21,11 +21,12 @@ from rapid_infer.ops.providers.triton.launch import start_next, wait_previous
 from rapid_infer.ops.providers.triton.linear.kernels import finish, prefetch
 from rapid_infer.ops.providers.triton.quantized.decode import (
     fp4_factor,
+    fp4_scale,
     fp4_values,
     fp8_values,
-    inner_scale,
     int4_values,
-    scaled,
+    int4_zero,
+    pair,
 )
 
 
@@ -51,25 +52,39 @@ def line_places(BLOCK_N: tl.constexpr, LINES: tl.constexpr, WARPS: tl.constexpr)
 
 @triton.jit
 def as_operand(values, BLOCK_N: tl.constexpr, LINES: tl.constexpr, WARPS: tl.constexpr):
-    """`[lines, 64]`, or `[lines, 64, 2]` of packed bytes, to `[BLOCK_N, columns]` in the order of `ordered_x`."""
+    """Values of words `[lines, 16]`, see `decode`, to `[BLOCK_N, columns]` in the order of `mixed_columns`."""
     TILES: tl.constexpr = BLOCK_N // (16 * WARPS)
-    if len(values.shape) == 2:
+    if len(values.shape) == 4:
         split = tl.reshape(values, [TILES, LINES, 2, WARPS, 8, 4, 4, 2, 2])
-        return tl.reshape(tl.permute(split, (0, 3, 2, 4, 1, 6, 7, 5, 8)), [BLOCK_N, LINES * 64])
+        return tl.reshape(tl.permute(split, (0, 3, 2, 4, 1, 6, 8, 5, 7)), [BLOCK_N, LINES * 64])
     else:
         split = tl.reshape(values, [TILES, LINES, 2, WARPS, 8, 4, 4, 2, 2, 2])
-        return tl.reshape(tl.permute(split, (0, 3, 2, 4, 1, 9, 6, 7, 5, 8)), [BLOCK_N, LINES * 128])
+        return tl.reshape(tl.permute(split, (0, 3, 2, 4, 1, 8, 6, 9, 5, 7)), [BLOCK_N, LINES * 128])
 
 
 @triton.jit
-def ordered_x(x, LINES: tl.constexpr, FORM: tl.constexpr):
-    """`[ROWS, columns]` as a thread's bytes stand: of each line its quarters, their codes, steps, and what a step has
-    in each of two places; to: codes, steps, places, quarters.
+def mixed_columns(LINES: tl.constexpr, FORM: tl.constexpr):
+    """Which column stands where: a thread has a quarter of a line, and tensor cores take two of its values at a time,
+    and two more (h) as far away as all threads' have room.
     """
+    if FORM == "fp8":
+        k = tl.arange(0, LINES * 64)
+        j, quarter, h, word = k % 2, k // 2 % 4, k // 8 % 2, k // 16 % 4
+        return k // 64 * 64 + quarter * 16 + word * 4 + j * 2 + h
+    else:
+        k = tl.arange(0, LINES * 128)
+        j, quarter, h, word, high = k % 2, k // 2 % 4, k // 8 % 2, k // 16 % 4, k // 64 % 2
+        column = k // 128 * 128 + quarter * 32 + high * 16 + word * 4 + h * 2 + j
+        # Two lie side by side, which loads may use.
+        return tl.max_contiguous(tl.multiple_of(column, 2), 2)
+
+
+@triton.jit
+def mixed_x(x, LINES: tl.constexpr, FORM: tl.constexpr):
+    """x `[ROWS, columns]` brought in the order of `mixed_columns`."""
     ROWS: tl.constexpr = x.shape[0]
     if FORM == "fp8":
         split = tl.reshape(x, [ROWS, LINES, 4, 4, 2, 2])
-        # Columns, unlike packed codes, stand as files have them: the second and third of four are exchanged on reading.
         return tl.reshape(tl.permute(split, (0, 1, 3, 5, 2, 4)), [ROWS, LINES * 64])
     else:
         split = tl.reshape(x, [ROWS, LINES, 4, 2, 4, 2, 2])
@@ -97,66 +112,73 @@ def load_groups(at, column, groups, GROUP: tl.constexpr, CODES: tl.constexpr):
 
 
 @triton.jit
+def of_words(groups):
+    """`[lines, 4]` or `[lines, 1]` to the 16 words of each line."""
+    P: tl.constexpr = groups.shape[0]
+    C: tl.constexpr = groups.shape[1]
+    return tl.reshape(tl.broadcast_to(groups[:, :, None], [P, C, 16 // C]), [P, 16])
+
+
+@triton.jit
 def stored_values(
-    tile, scale_low, scale_high, zero_low, zero_high,
+    word, low, high, zero_low, zero_high,
     FORM: tl.constexpr, INNER: tl.constexpr, ZERO: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Bytes `[lines, 64]` to values, of packed ones `[lines, 64, 2]`."""
-    if FORM == "fp8":
-        values = fp8_values(tile, DTYPE)
-        return scaled(values, inner_scale(scale_low, FORM, DTYPE), DTYPE) if INNER else values
+    """Values of words, times the scales `low`, `high` if INNER."""
+    if FORM == "fp4":
+        return fp4_values(word, of_words(fp4_scale(low, DTYPE)), of_words(fp4_scale(high, DTYPE)), DTYPE)
     else:
-        if FORM == "int4":
-            if ZERO:
-                low, high = zero_low.to(tl.float32), zero_high.to(tl.float32)
-            else:
-                low = tl.full([tile.shape[0], 1], 8.0, tl.float32)
-                high = low
-            low, high = int4_values(tile, low, high, DTYPE)
-        else:
-            low, high = fp4_values(tile, DTYPE)
         if INNER:
-            low = scaled(low, inner_scale(scale_low, FORM, DTYPE), DTYPE)
-            high = scaled(high, inner_scale(scale_high, FORM, DTYPE), DTYPE)
-        return tl.join(low, high)
+            low, high = of_words(pair(low, DTYPE)), of_words(pair(high, DTYPE))
+        else:
+            low, high = word, word
+        if FORM == "fp8":
+            return fp8_values(word, low, INNER, DTYPE)
+        else:
+            if not ZERO:
+                zero_low = tl.full([word.shape[0], 1], 8, tl.int32)
+                zero_high = zero_low
+            zero_low, zero_high = of_words(int4_zero(zero_low, DTYPE)), of_words(int4_zero(zero_high, DTYPE))
+            return int4_values(word, zero_low, zero_high, low, high, INNER, DTYPE)
 
 
 @triton.jit
 def row_products(
-    x_row, used, values_ptr, scale_ptr, zero_ptr, line_row, scale_row, row_scale_at, line, first, K, width, groups,
+    x_row, used, word_ptr, scale_ptr, zero_ptr, line_row, scale_row, row_scale_at, line, first, K, width, groups,
     iters,
     FORM: tl.constexpr, GROUP: tl.constexpr, INNER: tl.constexpr, ZERO: tl.constexpr, ROW_SCALE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, LINES: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
-    EVEN: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr, GROUP_N: tl.constexpr,
+    GATHER: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr, GROUP_N: tl.constexpr,
 ):  # fmt: skip
-    """fp32 `[BLOCK_N, ROWS]`: `iters` blocks of LINES lines from the byte `first` on, of rows of x and of the matrix.
+    """fp32 `[BLOCK_N, ROWS]`: `iters` blocks of LINES lines from the line `first` on, of rows of x and of the matrix.
 
     `x_row` `[ROWS, 1]` points to rows of x, of which those `used` are read; `line_row` is the row of each line (see
     `line_places`), `scale_row` `[BLOCK_N]` that of each output, `row_scale_at` points to its row_scale; `width` is the
-    bytes of a row, `groups` its scales. EVEN: bytes and columns end with the last block.
+    words of four bytes of a row, `groups` its scales. EVEN: they and columns end with the last block. GATHER: columns
+    of x are read in their new order, rather than brought in it.
     """
     CODES: tl.constexpr = 1 if FORM == "fp8" else 2
-    BLOCK: tl.constexpr = LINES * 64
+    LINE: tl.constexpr = 64 * CODES
     PARTIAL: tl.constexpr = GROUP > 0 and not INNER
-    byte = line[:, None] * 64 + tl.arange(0, 64)[None, :]
-    at = values_ptr + line_row[:, None] * width + byte
-    k = tl.arange(0, BLOCK * CODES)
-    column = line * (64 * CODES)
+    place = line[:, None] * 16 + tl.arange(0, 16)[None, :]
+    at = word_ptr + line_row[:, None] * width + place
+    k = mixed_columns(LINES, FORM) if GATHER else tl.arange(0, LINES * LINE)
+    column = line * LINE
     line_scale = scale_ptr + line_row // GROUP_N * groups
     line_zero = zero_ptr + line_row * groups
     sum_scale = scale_ptr + scale_row // GROUP_N * groups
     acc = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
     # By hand one ahead: the compiler pipelines no loads as small as these, and would wait for each.
-    low, high = load_groups(line_scale, column + first * CODES, groups, GROUP if INNER else 0, CODES)
+    low, high = load_groups(line_scale, column + first * LINE, groups, GROUP if INNER else 0, CODES)
     zero_low, zero_high = low, high
     if ZERO:
-        zero_low, zero_high = load_groups(line_zero, column + first * CODES, groups, GROUP, CODES)
+        zero_low, zero_high = load_groups(line_zero, column + first * LINE, groups, GROUP, CODES)
     sum_factor = tl.load(sum_scale)
     if PARTIAL:
-        sum_factor = tl.load(sum_scale + tl.minimum(first * CODES // GROUP, groups - 1))
+        sum_factor = tl.load(sum_scale + tl.minimum(first * LINE // GROUP, groups - 1))
     for i in tl.range(0, iters, num_stages=STAGES):
-        start = first + i * BLOCK
-        after = (start + BLOCK) * CODES
+        start = first + i * LINES
+        after = (start + LINES) * LINE
         next_low, next_high = low, high
         if INNER:
             next_low, next_high = load_groups(line_scale, column + after, groups, GROUP, CODES)
@@ -167,14 +189,17 @@ def row_products(
         if PARTIAL:
             next_factor = tl.load(sum_scale + tl.minimum(after // GROUP, groups - 1))
         if EVEN:
-            tile = tl.load(at + start)
-            x = tl.load(x_row + (start * CODES + k)[None, :], mask=used, other=0.0)
+            word = tl.load(at + start * 16)
+            x = tl.load(x_row + (start * LINE + k)[None, :], mask=used, other=0.0)
         else:
-            tile = tl.load(at + start, mask=byte + start < width, other=0)
-            x = tl.load(x_row + (start * CODES + k)[None, :], mask=used & (start * CODES + k < K)[None, :], other=0.0)
-        values = stored_values(tile, low, high, zero_low, zero_high, FORM, INNER, ZERO, DTYPE)
+            word = tl.load(at + start * 16, mask=place + start * 16 < width, other=0)
+            x = tl.load(x_row + (start * LINE + k)[None, :], mask=used & (start * LINE + k < K)[None, :], other=0.0)
+        values = stored_values(word, low, high, zero_low, zero_high, FORM, INNER, ZERO, DTYPE)
         values = as_operand(values, BLOCK_N, LINES, WARPS)
-        x = ordered_x(x.to(tl.float32) if WIDE else x, LINES, FORM)
+        if WIDE:
+            x = x.to(tl.float32)
+        if not GATHER:
+            x = mixed_x(x, LINES, FORM)
         if PARTIAL:
             part = tl.dot(values, tl.trans(x), tl.zeros([BLOCK_N, ROWS], dtype=tl.float32), input_precision="ieee")
             acc += part * wide_scale(sum_factor)[:, None]
@@ -192,11 +217,11 @@ def row_products(
 
 @triton.jit(do_not_specialize=["M", "iters"])
 def product_kernel(
-    x_ptr, values_ptr, scale_ptr, zero_ptr, row_ptr, out_ptr, partial_ptr, semaphore_ptr,
+    x_ptr, word_ptr, scale_ptr, zero_ptr, row_ptr, out_ptr, partial_ptr, semaphore_ptr,
     M, N, K, width, groups, x_stride, iters,
     FORM: tl.constexpr, GROUP_N: tl.constexpr, GROUP: tl.constexpr, INNER: tl.constexpr, ZERO: tl.constexpr,
     ROW_SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, LINES: tl.constexpr, WARPS: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
     WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Outputs `[M, N]` in blocks of ROWS x BLOCK_N. GATED: the matrix has 2 N rows; `silu(x first^T) * x second^T`."""
@@ -204,7 +229,7 @@ def product_kernel(
     BOTH: tl.constexpr = BLOCK_N * (2 if GATED else 1)
     tiles = tl.cdiv(M, ROWS)
     block = tl.program_id(0) // tiles
-    first = tl.program_id(1) * iters * LINES * 64
+    first = tl.program_id(1) * iters * LINES
     place, line = line_places(BOTH, LINES, WARPS)
     output = tl.arange(0, BOTH)
     # Rows past the end are read again rather than masked: their results are not stored.
@@ -215,13 +240,13 @@ def product_kernel(
         line_row = tl.minimum(block * BLOCK_N + place, N - 1)
         rows = tl.minimum(block * BLOCK_N + output, N - 1)
     line_row, rows = line_row.to(tl.int64), rows.to(tl.int64)
-    prefetch(values_ptr, rows, width, first, AHEAD, 128, PDL)
+    prefetch(word_ptr, rows, width, first * 16, AHEAD, 32, PDL)
     wait_previous(PDL)
     m = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     acc = row_products(
-        x_ptr + m[:, None].to(tl.int64) * x_stride, (m < M)[:, None], values_ptr, scale_ptr, zero_ptr, line_row, rows,
+        x_ptr + m[:, None].to(tl.int64) * x_stride, (m < M)[:, None], word_ptr, scale_ptr, zero_ptr, line_row, rows,
         row_ptr + rows, line, first, K, width, groups, iters, FORM, GROUP, INNER, ZERO, ROW_SCALE, ROWS, BOTH, LINES,
-        WARPS, STAGES, EVEN, WIDE, x_ptr.dtype.element_ty, GROUP_N,
+        WARPS, STAGES, GATHER, EVEN, WIDE, x_ptr.dtype.element_ty, GROUP_N,
     )  # fmt: skip
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     if GATED:

@@ -78,17 +78,17 @@ def chosen(x: Tensor, matrix: QuantizedMatrix, gated: bool = False) -> Config | 
 
 def product(x: Tensor, matrix: QuantizedMatrix, config: Config, dtype: torch.dtype, gated: bool = False) -> Tensor:
     """x `[m, k]`, matrix `[n, k]` -> `[m, n]`; gated: matrix `[2 n, k]` -> `silu(first half) * second half`."""
-    (m, k), n, width = x.shape, matrix.shape[0] // (1 + gated), matrix.values.shape[-1]
+    (m, k), n = x.shape, matrix.shape[0] // (1 + gated)
     group = inner_group(matrix)
     if not config.fits(m, n, gated) or config.lines > most_lines(matrix.form, group):
         raise ValueError(f"{config} cannot compute {m} x {n} outputs of {matrix.form} in groups of {group}")
     out = torch.empty(m, n, dtype=dtype, device=x.device)
-    values, scale, zero, row_scale = tensors_of(matrix)
-    block, rows = config.lines * LINE, padded_rows(m)
-    iters = triton.cdiv(triton.cdiv(width, block), config.splits)
+    words, scale, zero, row_scale = tensors_of(matrix)
+    width, rows = words.shape[-1], padded_rows(m)
+    iters = triton.cdiv(triton.cdiv(width, 16 * config.lines), config.splits)
     grid = (triton.cdiv(n, config.block_n) * triton.cdiv(m, rows), config.splits)
     product_kernel[grid](
-        x, values, scale, zero, row_scale, out, *workspace(x.device),
+        x, words, scale, zero, row_scale, out, *workspace(x.device),
         m, n, k, width, scale.shape[-1], x.stride(0), iters,
         **constants_of(matrix),
         INNER=is_inner(matrix.form, group),
@@ -99,8 +99,9 @@ def product(x: Tensor, matrix: QuantizedMatrix, config: Config, dtype: torch.dty
         SPLITS=config.splits,
         STAGES=config.stages,
         GATED=gated,
-        EVEN=iters * config.splits * block * codes_of(matrix.form) == k,
-        AHEAD=config.ahead if width >= 128 else 0,
+        GATHER=config.gather,
+        EVEN=iters * config.splits * config.lines * LINE * codes_of(matrix.form) == k,
+        AHEAD=config.ahead if width >= 32 else 0,
         WIDE=INTERPRETED,
         num_warps=config.warps,
         **options(x),
