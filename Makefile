@@ -8,12 +8,13 @@ STAMP := $(VENV)/.installed
 # Processes that share out the test files; each takes up to 2 GB.
 TEST_PROCESSES ?= 2
 
-.PHONY: help setup demo test test-slow check format clean
+.PHONY: help setup demo test test-slow test-page check format clean
 
 help:
 	@echo "make demo        install into $(VENV) and answer a question with a small model"
 	@echo "make test        install into $(VENV) and run the whole CPU test suite"
 	@echo "make test-slow   the tests that take longer: ranks that fail in every phase, many starts"
+	@echo "make test-page   the server's chat page in Chromium, which must be installed"
 	@echo "make check       the quick gate: ruff, import contracts, types; prints lines of code"
 	@echo "make setup       install only"
 	@echo "make format      let ruff format and fix"
@@ -32,10 +33,14 @@ demo: $(STAMP)
 	$(BIN)/rapid-infer generate demo --chat --greedy -p "What is the capital of Japan?"
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m "not slow and not browser"
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
+
+test-page: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt playwright
+	$(BIN)/python -m pytest -m browser tests/server/test_page.py
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -21,8 +22,8 @@ from rapid_infer.parallel.comm import EmptyComm
 EXAMPLES = """\
 What it does: runs the same requests on one rank, on N, and on one rank of N by itself, whose sums over ranks are left
 empty. Efficiency is the time of one rank over N times the time of N. What N ranks take longer than one of them by
-itself is what sums cost that nothing hides; steps are counted, so it is given per step too. TGS is new tokens per
-second and rank.
+itself is what sums cost that nothing hides; steps are counted, so it is given per step too. The host's share is what
+the process that plans does not spend waiting for results of ranks. TGS is new tokens per second and rank.
 
 --alone R/N does the last of the three only: a rank's part of the model on one GPU, which bounds what N GPUs can reach.
 
@@ -84,21 +85,41 @@ class _Benchmark(session.Session):
     def _time(self, what: str, ranks: int, rank: int | None) -> dict[str, tuple[float, int, int]]:
         """By workload (seconds of the best run, steps, new tokens)."""
         found = {}
+        waits: list[float] = []
         sizes = {"tensor_parallel_size": ranks, "expert_parallel_size": min(self.ns.ep, ranks)}
         with nullcontext() if rank is None else alone(rank), self.open(**sizes) as (engine, load_s):
             print(f"{what}: {engine.config.model.dtype} on {engine.config.device}, loaded in {load_s:.1f} s")
+            executor = engine.core.executor
+            executor.collect = timed(executor.collect, waits)  # type: ignore[method-assign]
             for name in self.ns.workloads:
                 requests = workloads.named(name).requests(engine.core.info.vocab_size)
-                samples, steps = [], 0
+                samples, shares, steps = [], [], 0
                 for _ in range(self.ns.runs + 1):
+                    waits.clear()
                     before = engine.core.scheduler.last_step
                     samples.append(run_engine(engine, requests, RequestOutputKind.FINAL_ONLY).sample)
                     steps = engine.core.scheduler.last_step - before
-                best = samples[1:][metrics.best(samples[1:])].wall_s
+                    shares.append(1 - sum(waits) / samples[-1].wall_s)
+                index = metrics.best(samples[1:]) + 1
+                best = samples[index].wall_s
                 tokens = sum(wanted for _, wanted in requests)
                 found[name] = (best, steps, tokens)
-                print(f"  {name}: {best:.4f} s, {tokens / best:.1f} tok/s, {best / max(steps, 1) * 1e3:.3f} ms a step")
+                host = f", host {shares[index]:.0%}" if ranks > 1 and rank is None else ""
+                step = f"{best / max(steps, 1) * 1e3:.3f} ms a step{host}"
+                print(f"  {name}: {best:.4f} s, {tokens / best:.1f} tok/s, {step}")
         return found
+
+
+def timed(wait: Callable[..., Any], waits: list[float]) -> Callable[..., Any]:
+    """`wait`, whose seconds are added to `waits`."""
+
+    def run(*args: Any) -> Any:
+        started = time.perf_counter()
+        result = wait(*args)
+        waits.append(time.perf_counter() - started)
+        return result
+
+    return run
 
 
 def topology() -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 from rapid_infer.engine.request import Request
 from rapid_infer.engine.results import Finished, StepOutputs
+from rapid_infer.engine.scheduler import SchedulerStats
 from rapid_infer.frontend import EngineInfo
 from rapid_infer.ipc.engine_process import main
 from rapid_infer.ipc.fronts import Fronts
@@ -59,7 +60,7 @@ class StubCore:
         self.rows: dict[str, _Row] = {}
         self.ended: list[Finished] = []
         self.executor = SimpleNamespace(late_graphs=lambda: (0, 0.0), on_failure=lambda call: None)
-        self.scheduler = SimpleNamespace(running=self.rows, waiting=self.waiting)
+        self.scheduler = SimpleNamespace(running=self.rows, waiting=self.waiting, stats=SchedulerStats())
 
     @property
     def cache(self) -> Any:

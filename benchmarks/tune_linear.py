@@ -33,14 +33,14 @@ three with the speed at which each reads its weight. At the end it prints the li
 quantized/tuned.py: per class of tokens, what is fastest in total.
 
 examples
-  everything, about five minutes on an H200 with 16 cores:
+  everything, about three minutes on an H200 with 16 cores:
     python benchmarks/tune_linear.py --output results/linear.json
   a first look:
     python benchmarks/tune_linear.py --quick
   quantized matrices, whose lines are for quantized/tuned.py:
     python benchmarks/tune_linear.py --format mxfp4,fp8_row --only 8b-qkv,8b-o,8b-gated,8b-down
-  some shapes only:
-    python benchmarks/tune_linear.py --only 8b-down,8b-gate_up --tokens 1,16
+  some shapes only, such as one rank's of two:
+    python benchmarks/tune_linear.py --only 8b-tp2-qkv,8b-tp2-o --tokens 1,16
 """
 COLD_BYTES = 200_000_000
 
@@ -161,7 +161,7 @@ def tuned(results: list[dict[str, Any]]) -> list[str]:
     for key, group in classes.items():
         totals = {"None": sum(found["cublas_us"] for found in group)}
         timed = [{row["line"]: row["us"] for row in found["results"] if "us" in row} for found in group]
-        for name in set(timed[0]).intersection(*timed[1:]):
+        for name in [name for name in timed[0] if all(name in times for times in timed)]:
             totals[name] = sum(times[name] for times in timed)
         lines.append(f"    {key}: {min(totals, key=totals.__getitem__)},")
     return lines

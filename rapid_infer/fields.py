@@ -55,14 +55,25 @@ def check_fields(options: Any, error: type[Exception]) -> None:
     Texts must be ones that can be sent to another process.
     """
     kinds, struct = _field_types(options.__class__)
-    values = {name: plain(value) for name, value in vars(options).items()}
+    values = {name: _plain_field(name, value, error) for name, value in vars(options).items()}
     try:
         checked = _convert(values, struct)
-    except (*_UNFIT, UnicodeEncodeError):
+    except (*_UNFIT, UnicodeEncodeError, RecursionError):
         for name, kind in kinds.items():
             _check_field(name, values[name], kind, error)
         raise
     vars(options).update(msgspec.structs.asdict(checked))
+
+
+def _plain_field(name: str, value: Any, error: type[Exception]) -> Any:
+    try:
+        return plain(value)
+    except RecursionError:
+        raise error(_nested(name)) from None
+
+
+def _nested(name: str) -> str:
+    return f"{name} is nested too deeply to be read: give fewer levels"
 
 
 def _convert(value: Any, kind: Any) -> Any:
@@ -78,6 +89,8 @@ def _check_field(name: str, value: Any, kind: Any, error: type[Exception]) -> No
         raise error(_misfit(name, value, kind)) from None
     except UnicodeEncodeError as reason:
         raise error(_no_text(name, reason)) from None
+    except RecursionError:
+        raise error(_nested(name)) from None
 
 
 def wrong_field(options: Any, name: str, error: type[Exception]) -> Exception:

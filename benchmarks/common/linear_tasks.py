@@ -69,22 +69,39 @@ def _matrix(form: tuple[str, int], n: int, k: int) -> QuantizedMatrix:
     return QuantizedMatrix(name, codes, spread.to(torch.float8_e4m3fn), (n, k), (1, group), row_scale=row_scale)
 
 
+def _whole(model: str, hidden: int, qkv: int, o: int, intermediate: int) -> list[Task]:
+    """The products of a dense model on one rank."""
+    return [
+        Task(f"{model}-qkv", qkv, hidden),
+        Task(f"{model}-o", hidden, o),
+        Task(f"{model}-gate_up", 2 * intermediate, hidden),
+        Task(f"{model}-gated", intermediate, hidden, "gated"),
+        Task(f"{model}-down", hidden, intermediate),
+        Task(f"{model}-logits", 151936, hidden, "logits"),
+        Task(f"{model}-argmax", 151936, hidden, "argmax"),
+    ]
+
+
+def _slices(model: str, ranks: int, hidden: int, heads: int, kv_heads: int, intermediate: int = 0) -> list[Task]:
+    """One rank's of several; heads 128 wide. Without `intermediate` the feed-forward is experts."""
+    name = f"{model}-tp{ranks}"
+    q, kv = heads // ranks, max(kv_heads // ranks, 1)
+    cut = intermediate // ranks
+    dense = [Task(f"{name}-gated", cut, hidden, "gated"), Task(f"{name}-down", hidden, cut)] if cut else []
+    return [
+        Task(f"{name}-qkv", 128 * (q + 2 * kv), hidden),
+        Task(f"{name}-o", hidden, 128 * q),
+        *dense,
+        Task(f"{name}-argmax", 151936 // ranks, hidden, "argmax"),
+    ]
+
+
 TASKS = [
-    Task(f"{model}-{name}", n, k, op)
-    for model, shapes in {
-        "8b": [
-            ("qkv", 6144, 4096, "linear"), ("o", 4096, 4096, "linear"), ("gate_up", 24576, 4096, "linear"),
-            ("gated", 12288, 4096, "gated"), ("down", 4096, 12288, "linear"), ("logits", 151936, 4096, "logits"),
-            ("argmax", 151936, 4096, "argmax"),
-        ],
-        "0.6b": [
-            ("qkv", 4096, 1024, "linear"), ("o", 1024, 2048, "linear"), ("gate_up", 6144, 1024, "linear"),
-            ("gated", 3072, 1024, "gated"), ("down", 1024, 3072, "linear"), ("logits", 151936, 1024, "logits"),
-            ("argmax", 151936, 1024, "argmax"),
-        ],
-    }.items()
-    for name, n, k, op in shapes
-]  # fmt: skip
+    *_whole("8b", 4096, 6144, 4096, 12288),
+    *_whole("0.6b", 1024, 4096, 2048, 3072),
+    *(task for ranks in (2, 4, 8) for task in _slices("8b", ranks, 4096, 32, 8, 12288)),
+    *(task for ranks in (2, 4, 8, 1) for task in _slices("30b", ranks, 2048, 32, 4)),
+]
 TOKENS = (1, 4, 16, 32, 64)
 
 # (block_n, block_k, warps, stages): x on the left; mma, or wgmma for 64 rows.

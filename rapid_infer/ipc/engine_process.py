@@ -93,7 +93,8 @@ class EngineServer:
         elif isinstance(message, GetStats):
             scheduler, cache = self.core.scheduler, self.core.cache
             counts = len(scheduler.running), len(scheduler.waiting), cache.num_free, cache.num_usable
-            self.fronts.send(messages.Stats(*counts, *self.core.executor.late_graphs()), channel)
+            late = self.core.executor.late_graphs()
+            self.fronts.send(messages.Stats(*counts, scheduler.stats.preemptions, *late), channel)
         elif isinstance(message, StartProfile | StopProfile):
             self.fronts.send(self._profiler.answer(message), channel)
         elif isinstance(message, Listen):

@@ -104,12 +104,15 @@ class RequestRefused(msgspec.Struct, tag="refused"):
 
 
 class Stats(msgspec.Struct, tag="stats"):
-    """How busy the engine is. `num_late_graphs`: CUDA graphs recorded while requests waited, for so many seconds."""
+    """How busy the engine is. `num_preemptions`: since it started. `num_late_graphs`: CUDA graphs recorded while
+    requests waited, for so many seconds.
+    """
 
     num_running: int
     num_waiting: int
     num_free_blocks: int
     num_usable_blocks: int
+    num_preemptions: int = 0
     num_late_graphs: int = 0
     late_graph_seconds: float = 0.0
 

@@ -111,15 +111,16 @@ class Metrics:
         """For a front that has died."""
         self._values[self._base + _PLACES[IN_FLIGHT]] = 0
 
-    def text(self, model: str, gauges: dict[str, tuple[str, float]]) -> str:
-        """In Prometheus's format; `gauges` are name -> (help, value), known elsewhere."""
+    def text(self, model: str, engine: dict[str, tuple[str, float]]) -> str:
+        """In Prometheus's format; `engine` is what the engine knows, name -> (help, value)."""
         label = 'model_name="' + model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
         lines: list[str] = []
         for one in _ALL:
             lines += [f"# HELP {one.name} {one.help}", f"# TYPE {one.name} {one.kind}"]
             lines += self._counter(one, label) if isinstance(one, _Counter) else self._histogram(one, label)
-        for name, (text, value) in gauges.items():
-            lines += [f"# HELP {name} {text}", f"# TYPE {name} gauge", f"{name}{{{label}}} {value:.17g}"]
+        for name, (text, value) in engine.items():
+            kind = "counter" if name.endswith("_total") else "gauge"
+            lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}", f"{name}{{{label}}} {value:.17g}"]
         return "\n".join(lines) + "\n"
 
     def _counter(self, one: _Counter, label: str) -> Iterator[str]:

@@ -63,16 +63,17 @@ def _model(served: Served, name: str) -> dict[str, Any]:
 
 async def metrics(served: Served, exchange: Exchange) -> None:
     stats = served.stats
-    gauges: dict[str, tuple[str, float]] = {}
+    engine: dict[str, tuple[str, float]] = {}
     if stats is not None:
         used = 1 - stats.num_free_blocks / max(stats.num_usable_blocks, 1)
-        gauges = {
+        engine = {
             "vllm:num_requests_running": ("Completions that run in the engine.", stats.num_running),
             "vllm:num_requests_waiting": ("Completions that wait in the engine.", stats.num_waiting),
             "vllm:kv_cache_usage_perc": ("Share of cache blocks in use; 1 is all.", used),
+            "vllm:num_preemptions_total": ("Completions set aside for want of blocks.", stats.num_preemptions),
             "rapid_infer:late_graphs": ("CUDA graphs recorded while requests waited.", stats.num_late_graphs),
         }
-    text = served.metrics.text(served.model, gauges)
+    text = served.metrics.text(served.model, engine)
     await exchange.respond(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
 
 

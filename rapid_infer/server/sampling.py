@@ -9,7 +9,7 @@ import msgspec
 
 from rapid_infer.errors import RequestError
 from rapid_infer.params import MAX_LOGPROBS, SamplingParams
-from rapid_infer.server.errors import invalid, of_decode_error, of_request_error
+from rapid_infer.server.errors import invalid, of_request_error
 from rapid_infer.server.schema import ChatRequest, CompletionRequest, Sampling
 from rapid_infer.server.served import Served
 
@@ -52,8 +52,6 @@ def sampling_params(served: Served, body: CompletionRequest | ChatRequest, **mor
         return served.llm.default_sampling_params(**{**given, **more})
     except RequestError as error:
         raise of_request_error(error, PARAMS, "body") from None
-    except RecursionError as error:
-        raise of_decode_error(error) from None
 
 
 def _max_tokens(served: Served, body: CompletionRequest | ChatRequest) -> int | None:

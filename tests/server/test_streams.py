@@ -243,6 +243,11 @@ def test_metrics_are_what_prometheus_reads(server: Server) -> None:
 
     server.complete(stream=True, ignore_eos=True)
     families = {one.name: one for one in text_string_to_metric_families(server.get("/metrics").body.decode())}
+    preemptions = families["vllm:num_preemptions"]
+    assert (preemptions.type, [one.name for one in preemptions.samples]) == (
+        "counter",
+        ["vllm:num_preemptions_total"],
+    )
     for name in (
         "vllm:time_to_first_token_seconds",
         "vllm:e2e_request_latency_seconds",

@@ -95,8 +95,9 @@ def hands_out(line: Line) -> bool:
     return path.endswith("core.py") and Path(path).read_text().splitlines()[number - 1].strip() == "return outputs"
 
 
-@pytest.mark.parametrize("queue_depth", [1, 2])
-def test_whatever_is_raised_at_any_line_the_next_run_is_right(queue_depth: int) -> None:
+@pytest.mark.parametrize("quarter", [0, 1, *(pytest.param(one, marks=pytest.mark.slow) for one in (2, 3))])
+def test_whatever_is_raised_at_any_line_the_next_run_is_right(quarter: int) -> None:
+    queue_depth = 1 + quarter % 2
     engine = new_engine(queue_depth)
     lines = lines_of(lambda: everything(engine))
     assert engine.scheduler.stats.preemptions, "not everything happened"
@@ -106,8 +107,8 @@ def test_whatever_is_raised_at_any_line_the_next_run_is_right(queue_depth: int) 
         "plan_builder.py",
         "block_pool.py",
     }
-    # The other half is for the other depth.
-    for i, at in enumerate(places(lines)[queue_depth - 1 :: 2]):
+    # Each depth has the half of the lines that the other has not.
+    for i, at in enumerate(places(lines)[quarter::4]):
         if hands_out(lines[at]):
             continue
         engine = new_engine(queue_depth)

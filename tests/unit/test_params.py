@@ -163,3 +163,11 @@ def test_every_field_is_described_and_has_a_range() -> None:
 def test_defaults_of_a_generation_config(generation: dict[str, Any], fields: dict[str, Any]) -> None:
     assert defaults_of(generation) == fields
     SamplingParams.from_dict(fields)
+
+
+def test_a_schema_nested_beyond_what_python_can_read_is_refused() -> None:
+    schema: dict[str, object] = {"type": "object"}
+    for _ in range(1000):
+        schema = {"properties": {"a": schema}}
+    with pytest.raises(RequestError, match="structured_outputs is nested too deeply to be read"):
+        SamplingParams(structured_outputs={"json": schema})

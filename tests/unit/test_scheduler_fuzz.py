@@ -147,11 +147,12 @@ def check_tokens(engine: Harness, seed: int) -> None:
 
 @pytest.mark.parametrize("drafts", [0, 2])
 @pytest.mark.parametrize("kind", GROUPS)
-def test_random_episodes(kind: str, drafts: int) -> None:
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_random_episodes(kind: str, drafts: int, half: int) -> None:
     seen = dict.fromkeys(["stop", "length", "abort", "error"], 0)
     preemptions = hits = guesses = 0
-    first = 1000 * list(GROUPS).index(kind)
-    for seed in range(first, first + 150):
+    first = 1000 * list(GROUPS).index(kind) + 75 * half
+    for seed in range(first, first + 75):
         engine = run_episode(seed, [kind], drafts)
         check_tokens(engine, seed)
         preemptions += engine.scheduler.stats.preemptions
@@ -160,8 +161,8 @@ def test_random_episodes(kind: str, drafts: int) -> None:
         for finished in engine.ends.values():
             seen[finished.reason.value] += 1
     # An episode in which nothing happens proves nothing.
-    assert min(seen.values()) >= 20, seen
-    assert preemptions >= 10
-    assert hits >= 100
+    assert min(seen.values()) >= 10, seen
+    assert preemptions >= 5
+    assert hits >= 50
     # States cannot be taken back.
-    assert (guesses > 200) == (drafts > 0 and "state" not in kind)
+    assert (guesses > 100) == (drafts > 0 and "state" not in kind)

@@ -61,7 +61,7 @@ def test_chunks_of_one_token_among_longer_ones(decodes: int) -> None:
     check_paged(case)
 
 
-@pytest.mark.parametrize("decodes", [200, 0])
+@pytest.mark.parametrize("decodes", [200, pytest.param(0, marks=pytest.mark.slow)])
 def test_many_sequences_of_one_token(decodes: int) -> None:
     case = paged_case(([1] * 200, [1] * 200), 2, 1, 16, PAGE, torch.float32, DEVICE)
     case["metadata"].num_decodes = decodes

@@ -100,14 +100,14 @@ def test_sizes_and_blocks_as_they_are(vocab: int) -> None:
     "limit",
     [
         # More candidates than there is room for, though they are enough.
-        {"ROOM": 32, "AIM": 60},
+        pytest.param({"ROOM": 32, "AIM": 60}, marks=pytest.mark.slow),
         # Candidates that hold neither k tokens nor p of the mass.
-        {"AIM": 2},
+        pytest.param({"AIM": 2}, marks=pytest.mark.slow),
         # All candidates are ranked at once, or after a search among them.
-        {"ROOM": 512, "FEW": 256},
+        pytest.param({"ROOM": 512, "FEW": 256}, marks=pytest.mark.slow),
         {"ROOM": 512, "AIM": 90},
         # Groups grow with the row.
-        {"MOST_GROUPS": 32},
+        pytest.param({"MOST_GROUPS": 32}, marks=pytest.mark.slow),
     ],
 )
 def test_limits_change_the_way_but_not_the_end(limit: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +135,7 @@ def test_fewer_tokens_than_top_k_all_stay() -> None:
     assert torch.equal(left, logits)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_blocks")
 def test_neither_neighbours_nor_what_is_in_the_buffers_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(4)
