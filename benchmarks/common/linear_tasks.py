@@ -131,8 +131,10 @@ GEMV = [
 
 
 # Rows of the matrix in a program, lines, warps, stages, and whether x is gathered.
-TILES = [(64, 2, 4, 4, False), (64, 4, 4, 3, False), (128, 1, 4, 4, False), (128, 2, 4, 3, False), (128, 2, 8, 4, False),
-         (128, 4, 8, 3, False), (64, 2, 4, 4, True), (128, 1, 4, 4, True), (128, 2, 8, 4, True)]  # fmt: skip
+TILES = [(64, 1, 4, 4, False), (64, 2, 4, 4, False), (64, 4, 4, 3, False), (128, 1, 4, 4, False),
+         (128, 2, 4, 3, False), (128, 2, 8, 4, False), (128, 4, 8, 3, False)]  # fmt: skip
+# Of one token: rows, lines, warps; without a loop where splits allow it, gathered or not.
+ONCE = [(64, 2, 4), (64, 4, 4), (64, 8, 4), (128, 4, 8), (128, 8, 8), (128, 2, 4), (128, 4, 4)]
 
 
 def today(task: Task, m: int, sms: int) -> Config | quantized.Config | None:
@@ -157,16 +159,25 @@ def _quantized_candidates(task: Task, m: int, sms: int) -> list[quantized.Config
     assert task.form is not None
     chosen = today(task, m, sms)
     found = [chosen] if isinstance(chosen, quantized.Config) else []
+    form, group = task.form
+    width = -(-task.k // (64 * quantized.codes_of(form)))
+    inner = form == "int4"
     for rows, lines, warps, stages, gather in TILES:
-        if gather and task.form[0] == "fp8":
-            continue
         tile = quantized.Config(rows // (1 + task.gated), lines, 1, warps, stages, gather=gather)
         blocks = -(-task.n // tile.block_n) * -(-m // quantized.padded_rows(m))
-        most = -(-task.k // (lines * 64 * quantized.codes_of(task.form[0]))) // 2
+        most = -(-width // lines) // 2
         splits = [s for s in (1, 2, 4, 8) if s <= most and sms // 2 <= blocks * s <= 5 * sms] or [1]
         found += [replace(tile, splits=s) for s in splits[-2:]]
-    limit = quantized.most_lines(*task.form)
-    return [c for c in dict.fromkeys(found) if c.fits(m, task.n, task.gated) and c.lines <= limit]
+        if inner and lines > 1:
+            found.append(replace(tile, splits=splits[-1], inner=True))
+    for rows, lines, warps in ONCE if m <= 16 else ():
+        splits = -(-width // lines)
+        if splits <= 24:
+            tile = quantized.Config(rows // (1 + task.gated), lines, splits, warps, 1, inner=inner)
+            found += [tile, replace(tile, gather=True)] if form != "fp8" and m == 1 else [tile]
+    limit = quantized.most_lines(form, group)
+    fitting = [c for c in dict.fromkeys(found) if c.fits(m, task.n, task.gated)]
+    return [c for c in fitting if c.inner or c.lines <= limit]
 
 
 def _plain_candidates(task: Task, m: int, sms: int) -> list[Config]:

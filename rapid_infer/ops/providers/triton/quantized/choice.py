@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import torch
 
-from rapid_infer.ops.providers.triton.linear.config import PARTIALS, SEMAPHORES
+from rapid_infer.ops.providers.triton.quantized.config import Config, padded_rows
+from rapid_infer.ops.providers.triton.quantized.tuned import TUNED
 from rapid_infer.ops.quantized import QuantizedMatrix
 
 MAX_ROWS = {"fp8": 64, "int4": 512, "fp4": 512}
@@ -20,42 +21,13 @@ SHARED_BYTES = 100_000
 """For the stages of a program: two fit a multiprocessor."""
 
 
-@dataclass(frozen=True)
-class Config:
-    """block_n outputs and, at a time, 64 `lines` bytes of each row of the matrix; otherwise as `linear.config.Config`.
-
-    A warp has 16 rows of the matrix, or several times as many; a gated product has two rows for an output. gather: x is
-    read in the order in which it is multiplied, by small loads, rather than brought in it.
-    """
-
-    block_n: int
-    lines: int
-    splits: int = 1
-    warps: int = 4
-    stages: int = 4
-    ahead: int = 4
-    gather: bool = False
-
-    def fits(self, m: int, n: int, gated: bool = False) -> bool:
-        """Whether the workspace holds the partial sums of `[m, n]` outputs, and warps divide the rows."""
-        if self.block_n * (1 + gated) % (16 * self.warps):
-            return False
-        programs = -(-n // self.block_n) * -(-m // padded_rows(m))
-        return self.splits == 1 or (self.splits * m * n * (1 + gated) <= PARTIALS and programs <= SEMAPHORES)
-
-
-def padded_rows(m: int) -> int:
-    """Tokens of a program for m in all."""
-    return next((rows for rows in (16, 32, 64) if m <= rows), 128)
-
-
 def codes_of(form: str) -> int:
     """Values of a byte."""
     return 1 if form == "fp8" else 2
 
 
 def is_inner(form: str, group: int) -> bool:
-    """Whether scales are multiplied into the values."""
+    """Whether scales must be multiplied into the values."""
     return form == "fp4" or group % (LINE * codes_of(form)) != 0
 
 
@@ -79,7 +51,7 @@ def cannot_multiply(matrix: QuantizedMatrix, dtype: torch.dtype, wide: bool) -> 
 
 def most_lines(form: str, group: int) -> int:
     """The most that may be taken at a time: those of a group, where its sum is multiplied."""
-    lines = 4
+    lines = 8
     while group and not is_inner(form, group) and group % (lines * LINE * codes_of(form)):
         lines //= 2
     return lines
@@ -91,6 +63,11 @@ def choose(form: str, n: int, k: int, m: int, group: int, sms: int, gated: bool 
     if not 1 <= m <= MAX_ROWS[form]:
         return None
     rows, width = padded_rows(m), -(-k // (LINE * codes_of(form)))
+    # What was not measured does as what was.
+    for measured in (m if m == 1 else rows, 32) if rows <= 64 else ():
+        config = TUNED.get((form, group, n, k, measured, gated))
+        if config is not None and config.fits(m, n, gated):
+            return config
     both = 64 if form == "fp8" or rows > 64 else 128
     lines = min(most_lines(form, group), 2)
     block_n = both // (1 + gated)

@@ -209,12 +209,14 @@ def int4_values(word, zero_low, zero_high, scale_low, scale_high, SCALED: tl.con
             a0, a2, b0, b2, a1, a3, b1, b3 = tl.inline_asm_elementwise(
                 _BF16_INT4_SCALED if tl.bfloat16 == DTYPE else _FP16_INT4_SCALED, _INT4_SCALED_REGISTERS,
                 [word, zero_low, zero_high, scale_low, scale_high],
-                dtype=(tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16), is_pure=True, pack=1,
+                dtype=(tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16),
+                is_pure=True, pack=1,
             )  # fmt: skip
         else:
             a0, a2, b0, b2, a1, a3, b1, b3 = tl.inline_asm_elementwise(
                 _BF16_INT4 if tl.bfloat16 == DTYPE else _FP16_INT4, _INT4_REGISTERS, [word, zero_low, zero_high],
-                dtype=(tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16), is_pure=True, pack=1,
+                dtype=(tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16),
+                is_pure=True, pack=1,
             )  # fmt: skip
         return eight(a0, a1, a2, a3, b0, b1, b2, b3).to(DTYPE, bitcast=True)
 
@@ -232,6 +234,7 @@ def fp4_values(word, scale_low, scale_high, DTYPE: tl.constexpr):
     else:
         a0, a2, b0, b2, a1, a3, b1, b3 = tl.inline_asm_elementwise(
             _BF16_FP4 if tl.bfloat16 == DTYPE else _FP16_FP4, _FP4_REGISTERS, [word, scale_low, scale_high],
-            dtype=(tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16), is_pure=True, pack=1,
+            dtype=(tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16),
+                is_pure=True, pack=1,
         )  # fmt: skip
         return eight(a0, a1, a2, a3, b0, b1, b2, b3).to(DTYPE, bitcast=True)

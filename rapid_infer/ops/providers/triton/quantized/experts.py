@@ -75,7 +75,7 @@ def experts_kernel(
         x_ptr + source.to(tl.int64)[:, None] * x_stride, inside[:, None], word_ptr + expert * N * width,
         scale_ptr + scales, zero_ptr + scales, line_row.to(tl.int64), row.to(tl.int64), row_ptr + expert * N + row,
         line, 0, K, width, groups, iters, FORM, GROUP, INNER, ZERO, ROW_SCALE, M, BLOCK_N, LINES, WARPS, STAGES,
-        False, EVEN, WIDE, x_ptr.dtype.element_ty, GROUP_N,
+        False, EVEN, WIDE, x_ptr.dtype.element_ty, GROUP_N, False, False,
     )  # fmt: skip
     column = block * OUT + tl.arange(0, OUT)
     if GATED:

@@ -143,19 +143,30 @@ def stored_values(
 
 
 @triton.jit
+def load_words(at, place, start, width, EVEN: tl.constexpr):
+    """`[lines, 16]` from the line `start` on; zeros behind the end."""
+    if EVEN:
+        return tl.load(at + start * 16)
+    else:
+        return tl.load(at + start * 16, mask=place + start * 16 < width, other=0)
+
+
+@triton.jit
 def row_products(
     x_row, used, word_ptr, scale_ptr, zero_ptr, line_row, scale_row, row_scale_at, line, first, K, width, groups,
     iters,
     FORM: tl.constexpr, GROUP: tl.constexpr, INNER: tl.constexpr, ZERO: tl.constexpr, ROW_SCALE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, LINES: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
     GATHER: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr, GROUP_N: tl.constexpr,
+    ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """fp32 `[BLOCK_N, ROWS]`: `iters` blocks of LINES lines from the line `first` on, of rows of x and of the matrix.
 
     `x_row` `[ROWS, 1]` points to rows of x, of which those `used` are read; `line_row` is the row of each line (see
     `line_places`), `scale_row` `[BLOCK_N]` that of each output, `row_scale_at` points to its row_scale; `width` is the
     words of four bytes of a row, `groups` its scales. EVEN: they and columns end with the last block. GATHER: columns
-    of x are read in their new order, rather than brought in it.
+    of x are read in their new order, rather than brought in it. ONCE: there is one block, whose weights are asked for
+    ahead of the wait for x.
     """
     CODES: tl.constexpr = 1 if FORM == "fp8" else 2
     LINE: tl.constexpr = 64 * CODES
@@ -168,6 +179,8 @@ def row_products(
     line_zero = zero_ptr + line_row * groups
     sum_scale = scale_ptr + scale_row // GROUP_N * groups
     acc = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
+    if ONCE:
+        word = load_words(at, place, first, width, EVEN)
     # By hand one ahead: the compiler pipelines no loads as small as these, and would wait for each.
     low, high = load_groups(line_scale, column + first * LINE, groups, GROUP if INNER else 0, CODES)
     zero_low, zero_high = low, high
@@ -176,23 +189,24 @@ def row_products(
     sum_factor = tl.load(sum_scale)
     if PARTIAL:
         sum_factor = tl.load(sum_scale + tl.minimum(first * LINE // GROUP, groups - 1))
-    for i in tl.range(0, iters, num_stages=STAGES):
+    wait_previous(PDL)
+    for i in tl.range(0, 1 if ONCE else iters, num_stages=STAGES):
         start = first + i * LINES
         after = (start + LINES) * LINE
         next_low, next_high = low, high
-        if INNER:
-            next_low, next_high = load_groups(line_scale, column + after, groups, GROUP, CODES)
         next_zero_low, next_zero_high = zero_low, zero_high
-        if ZERO and GROUP > 0:
-            next_zero_low, next_zero_high = load_groups(line_zero, column + after, groups, GROUP, CODES)
         next_factor = sum_factor
-        if PARTIAL:
-            next_factor = tl.load(sum_scale + tl.minimum(after // GROUP, groups - 1))
+        if not ONCE:
+            word = load_words(at, place, start, width, EVEN)
+            if INNER:
+                next_low, next_high = load_groups(line_scale, column + after, groups, GROUP, CODES)
+            if ZERO and GROUP > 0:
+                next_zero_low, next_zero_high = load_groups(line_zero, column + after, groups, GROUP, CODES)
+            if PARTIAL:
+                next_factor = tl.load(sum_scale + tl.minimum(after // GROUP, groups - 1))
         if EVEN:
-            word = tl.load(at + start * 16)
             x = tl.load(x_row + (start * LINE + k)[None, :], mask=used, other=0.0)
         else:
-            word = tl.load(at + start * 16, mask=place + start * 16 < width, other=0)
             x = tl.load(x_row + (start * LINE + k)[None, :], mask=used & (start * LINE + k < K)[None, :], other=0.0)
         values = stored_values(word, low, high, zero_low, zero_high, FORM, INNER, ZERO, DTYPE)
         values = as_operand(values, BLOCK_N, LINES, WARPS)
@@ -221,8 +235,8 @@ def product_kernel(
     M, N, K, width, groups, x_stride, iters,
     FORM: tl.constexpr, GROUP_N: tl.constexpr, GROUP: tl.constexpr, INNER: tl.constexpr, ZERO: tl.constexpr,
     ROW_SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, LINES: tl.constexpr, WARPS: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
-    WIDE: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr,
+    AHEAD: tl.constexpr, ONCE: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Outputs `[M, N]` in blocks of ROWS x BLOCK_N. GATED: the matrix has 2 N rows; `silu(x first^T) * x second^T`."""
     start_next(PDL)
@@ -240,13 +254,13 @@ def product_kernel(
         line_row = tl.minimum(block * BLOCK_N + place, N - 1)
         rows = tl.minimum(block * BLOCK_N + output, N - 1)
     line_row, rows = line_row.to(tl.int64), rows.to(tl.int64)
-    prefetch(word_ptr, rows, width, first * 16, AHEAD, 32, PDL)
-    wait_previous(PDL)
+    if not ONCE:
+        prefetch(word_ptr, rows, width, first * 16, AHEAD, 32, PDL)
     m = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     acc = row_products(
         x_ptr + m[:, None].to(tl.int64) * x_stride, (m < M)[:, None], word_ptr, scale_ptr, zero_ptr, line_row, rows,
         row_ptr + rows, line, first, K, width, groups, iters, FORM, GROUP, INNER, ZERO, ROW_SCALE, ROWS, BOTH, LINES,
-        WARPS, STAGES, GATHER, EVEN, WIDE, x_ptr.dtype.element_ty, GROUP_N,
+        WARPS, STAGES, GATHER, EVEN, WIDE, x_ptr.dtype.element_ty, GROUP_N, ONCE, PDL,
     )  # fmt: skip
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     if GATED:

@@ -7,21 +7,21 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from rapid_infer.ops.providers.triton.activation import silu_and_mul
 from rapid_infer.ops.providers.triton.facts import INTERPRETED
 from rapid_infer.ops.providers.triton.launch import num_multiprocessors, options
 from rapid_infer.ops.providers.triton.linear.linear import workspace
 from rapid_infer.ops.providers.triton.quantized.activations import dequantize_activations, quantize_activations
 from rapid_infer.ops.providers.triton.quantized.choice import (
     LINE,
-    Config,
     cannot_multiply,
     choose,
     codes_of,
     inner_group,
     is_inner,
     most_lines,
-    padded_rows,
 )
+from rapid_infer.ops.providers.triton.quantized.config import Config, padded_rows
 from rapid_infer.ops.providers.triton.quantized.dequantize import constants_of, dequantize, tensors_of
 from rapid_infer.ops.providers.triton.quantized.kernels import product_kernel
 from rapid_infer.ops.providers.triton.quantized.scaled_mm import ROWS_ALIGNED, scaled_kind, scaled_product
@@ -36,8 +36,15 @@ def quantized_linear(
     input_scale: Tensor | None,
     exact_rows: int,
     out_dtype: torch.dtype | None,
+    gated: bool,
 ) -> Tensor:
     dtype = out_dtype or x.dtype
+    if gated and (activation == "none" or len(x) <= exact_rows):
+        config = chosen(x, matrix, gated)
+        if config is not None:
+            return product(x, matrix, config, dtype, gated)
+    if gated:
+        return silu_and_mul(quantized_linear(x, matrix, activation, input_scale, exact_rows, out_dtype, False))
     if activation != "none" and len(x) > exact_rows:
         return _rounded_product(x, matrix, activation, input_scale, dtype)
     config = chosen(x, matrix)
@@ -80,7 +87,8 @@ def product(x: Tensor, matrix: QuantizedMatrix, config: Config, dtype: torch.dty
     """x `[m, k]`, matrix `[n, k]` -> `[m, n]`; gated: matrix `[2 n, k]` -> `silu(first half) * second half`."""
     (m, k), n = x.shape, matrix.shape[0] // (1 + gated)
     group = inner_group(matrix)
-    if not config.fits(m, n, gated) or config.lines > most_lines(matrix.form, group):
+    inner = config.inner or is_inner(matrix.form, group)
+    if not config.fits(m, n, gated) or (config.lines > most_lines(matrix.form, group) and not inner):
         raise ValueError(f"{config} cannot compute {m} x {n} outputs of {matrix.form} in groups of {group}")
     out = torch.empty(m, n, dtype=dtype, device=x.device)
     words, scale, zero, row_scale = tensors_of(matrix)
@@ -91,7 +99,7 @@ def product(x: Tensor, matrix: QuantizedMatrix, config: Config, dtype: torch.dty
         x, words, scale, zero, row_scale, out, *workspace(x.device),
         m, n, k, width, scale.shape[-1], x.stride(0), iters,
         **constants_of(matrix),
-        INNER=is_inner(matrix.form, group),
+        INNER=inner,
         ROWS=rows,
         BLOCK_N=config.block_n,
         LINES=config.lines,
@@ -102,6 +110,7 @@ def product(x: Tensor, matrix: QuantizedMatrix, config: Config, dtype: torch.dty
         GATHER=config.gather,
         EVEN=iters * config.splits * config.lines * LINE * codes_of(matrix.form) == k,
         AHEAD=config.ahead if width >= 32 else 0,
+        ONCE=iters == 1,
         WIDE=INTERPRETED,
         num_warps=config.warps,
         **options(x),
