@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from gpu_traffic import params, prompts, tokens
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -27,10 +28,12 @@ def all_forms(n: int, k: int) -> list[QuantizedMatrix]:
     return list(matrices(weight))
 
 
-def product(x: Tensor, matrix: QuantizedMatrix, activation: str = "none", exact_rows: int = 1 << 20) -> Tensor:
+def product(
+    x: Tensor, matrix: QuantizedMatrix, activation: str = "none", exact_rows: int = 1 << 20, gated: bool = False
+) -> Tensor:
     from rapid_infer.ops.providers.triton.quantized.linear import quantized_linear
 
-    return quantized_linear(x, matrix, activation, None, exact_rows, None)
+    return quantized_linear(x, matrix, activation, None, exact_rows, None, gated)
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -48,6 +51,17 @@ def test_every_number_of_tokens(form: int, shape: tuple[int, int]) -> None:
         for m in FEW if dtype is torch.bfloat16 else FEW[::9]:
             got = product(x[:m], matrix)
             assert error(got, want[:m]) < 4e-3, (m, dtype)
+
+
+@pytest.mark.parametrize("form", range(len(FORMS)), ids=FORMS)
+def test_both_halves_of_a_gated_layer(form: int) -> None:
+    for n, k in ((200, 1040), (1024, 4096)):
+        matrix = all_forms(n, k)[form]
+        dense = OPS["dequantize"].reference(matrix, torch.float32)
+        x = torch.randn(200, k, device="cuda", dtype=torch.bfloat16)
+        gate, up = F.linear(x.float(), dense).chunk(2, 1)
+        for m in (1, 5, 17, 33, 64, 65, 200):
+            assert error(product(x[:m], matrix, gated=True), (F.silu(gate) * up)[:m]) < 6e-3, m
 
 
 @pytest.mark.parametrize("form", range(len(FORMS)), ids=FORMS)
@@ -81,3 +95,18 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
     for matrix in all_forms(1000, 4096):
         x = torch.randn(16, 4096, device="cuda", dtype=torch.bfloat16)
         assert torch.equal(product(x, matrix)[3:7], product(x.roll(5, 0), matrix)[8:12])
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "fp8_row", "fp8_block", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"])
+def test_graphs_give_what_eager_steps_give(model: str, scheme: str, tiny, open_llm) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    if model == "qwen3_moe":
+        sizes |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 128}
+    made, work = tiny(model, sizes), prompts((1, 3, 17, 40, 70))
+    options = {"dtype": "bfloat16", "quantization": scheme}
+    got = []
+    for eager in (False, True):
+        llm = open_llm(made, enforce_eager=eager, **options)
+        got.append(tokens(llm.generate(work, params("greedy", max_tokens=12))))
+    assert got[0] == got[1]

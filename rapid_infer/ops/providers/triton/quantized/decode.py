@@ -100,6 +100,17 @@ def fp8_codes(values):
 
 
 @triton.jit
+def quotients(values, of):
+    """values / of: a product whose error is taken off, since a division of each value takes longer than memory."""
+    if _PLAIN:
+        return values / of
+    else:
+        inverse = tl.minimum(1.0 / of, 3e38)
+        ratio = values * inverse
+        return tl.fma(tl.fma(-ratio, of, values), inverse, ratio)
+
+
+@triton.jit
 def pair(value, DTYPE: tl.constexpr):
     """Twice in a register, for `*_values`; in the interpreter, in fp32."""
     if _PLAIN:

@@ -66,7 +66,7 @@ def _dequantize_kernel(
 
 
 def tensors_of(matrix: QuantizedMatrix) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """values in words of four bytes, scale, zero, row_scale, as kernels take them: scales stand for what is not there."""
+    """values in words of four bytes, scale, zero, row_scale, as kernels take them: scales where there is none."""
     scale = matrix.scale.view(torch.uint8) if matrix.scale.dtype is torch.float8_e8m0fnu else matrix.scale
     zero, row_scale = (scale if part is None else part for part in (matrix.zero, matrix.row_scale))
     return matrix.values.view(torch.int32), scale, zero, row_scale
