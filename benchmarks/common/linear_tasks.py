@@ -5,19 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from rapid_infer.ops.providers.triton.linear.choice import choose
 from rapid_infer.ops.providers.triton.linear.config import Config, padded_rows
+from rapid_infer.ops.providers.triton.quantized import choice as quantized
+from rapid_infer.ops.quantized import QuantizedMatrix
 
 
 @dataclass(frozen=True)
 class Task:
-    """One product. op: linear; gated (weight `[2 n, k]`, with SiLU); logits (fp32 out); argmax."""
+    """One product. op: linear; gated (weight `[2 n, k]`, with SiLU); logits (fp32 out); argmax. format: of FORMATS."""
 
     name: str
     n: int
     k: int
     op: str = "linear"
+    format: str = "bf16"
+
+    @property
+    def form(self) -> tuple[str, int] | None:
+        """Form and group of a quantized matrix, see `ops.quantized`; group 0: a scale for a row."""
+        return FORMATS[self.format]
 
     @property
     def gated(self) -> bool:
@@ -26,6 +35,38 @@ class Task:
     @property
     def rows(self) -> int:
         return self.n * (1 + self.gated)
+
+
+FORMATS = {
+    "bf16": None, "fp8_row": ("fp8", 0), "fp8_block": ("fp8", 128), "int4": ("int4", 128), "mxfp4": ("fp4", 32),
+    "nvfp4": ("fp4", 16),
+}  # fmt: skip
+"""What `--format` may name."""
+
+
+def operands(task: Task, copies: int) -> list[Tensor | QuantizedMatrix]:
+    """Different random matrices whose values have deviation of about `1 / sqrt(k)`."""
+    if task.form is None:
+        weight = torch.randn(copies, task.rows, task.k, dtype=torch.bfloat16, device="cuda")
+        return list(weight.mul_(task.k**-0.5))
+    return [_matrix(task.form, task.rows, task.k) for _ in range(copies)]
+
+
+def _matrix(form: tuple[str, int], n: int, k: int) -> QuantizedMatrix:
+    name, group = form
+    spread = 0.5 + torch.rand(n, -(-k // (group or k)), device="cuda")
+    if name == "fp8":
+        values = torch.randn(n, k, device="cuda").mul_(50).to(torch.float8_e4m3fn)
+        rows = 128 if group else 1
+        return QuantizedMatrix(name, values, spread[::rows] / (50 * k**0.5), (n, k), (rows, group or k))
+    codes = torch.randint(256, (n, k // 2), dtype=torch.uint8, device="cuda")
+    if name == "int4":
+        return QuantizedMatrix(name, codes, spread / (4.6 * k**0.5), (n, k), (1, group))
+    if group == 32:
+        exponent = 127 - torch.tensor(3 * k**0.5).log2().int() + (spread > 1)
+        return QuantizedMatrix(name, codes, exponent.to(torch.uint8), (n, k), (1, group))
+    row_scale = torch.full((n,), k**-0.5 / 3, device="cuda")
+    return QuantizedMatrix(name, codes, spread.to(torch.float8_e4m3fn), (n, k), (1, group), row_scale=row_scale)
 
 
 def _whole(model: str, hidden: int, qkv: int, o: int, intermediate: int) -> list[Task]:
@@ -89,11 +130,61 @@ GEMV = [
 ]  # fmt: skip
 
 
-def candidates(task: Task, m: int, sms: int) -> list[Config]:
-    """At most 26, what is chosen today first."""
-    rows, found = padded_rows(m), []
-    if (today := choose(task.n, task.k, m, torch.bfloat16, sms, task.gated)) is not None:
-        found.append(today)
+# Rows of the matrix in a program, lines, warps, stages, and whether x is gathered.
+TILES = [(64, 1, 4, 4, False), (64, 2, 4, 4, False), (64, 4, 4, 3, False), (128, 1, 4, 4, False),
+         (128, 2, 4, 3, False), (128, 2, 8, 4, False), (128, 4, 8, 3, False)]  # fmt: skip
+# Of one token: rows, lines, warps; without a loop where splits allow it, gathered or not.
+ONCE = [(64, 2, 4), (64, 4, 4), (64, 8, 4), (128, 4, 8), (128, 8, 8), (128, 2, 4), (128, 4, 4)]
+
+
+def today(task: Task, m: int, sms: int) -> Config | quantized.Config | None:
+    """What is chosen now."""
+    if task.form is None:
+        return choose(task.n, task.k, m, torch.bfloat16, sms, task.gated)
+    return quantized.choose(task.form[0], task.n, task.k, m, task.form[1], sms, task.gated)
+
+
+def rows_class(task: Task, m: int) -> int:
+    """Tokens that share a configuration."""
+    return m if m == 1 else padded_rows(m) if task.form is None else quantized.padded_rows(m)
+
+
+def candidates(task: Task, m: int, sms: int) -> list[Config] | list[quantized.Config]:
+    """What is chosen today first."""
+    return _plain_candidates(task, m, sms) if task.form is None else _quantized_candidates(task, m, sms)
+
+
+def _quantized_candidates(task: Task, m: int, sms: int) -> list[quantized.Config]:
+    """With programs for a third to five times the multiprocessors."""
+    assert task.form is not None
+    chosen = today(task, m, sms)
+    found = [chosen] if isinstance(chosen, quantized.Config) else []
+    form, group = task.form
+    width = -(-task.k // (64 * quantized.codes_of(form)))
+    inner = form == "int4"
+    for rows, lines, warps, stages, gather in TILES:
+        tile = quantized.Config(rows // (1 + task.gated), lines, 1, warps, stages, gather=gather)
+        blocks = -(-task.n // tile.block_n) * -(-m // quantized.padded_rows(m))
+        most = -(-width // lines) // 2
+        splits = [s for s in (1, 2, 4, 8) if s <= most and sms // 2 <= blocks * s <= 5 * sms] or [1]
+        found += [replace(tile, splits=s) for s in splits[-2:]]
+        if inner and lines > 1:
+            found.append(replace(tile, splits=splits[-1], inner=True))
+    for rows, lines, warps in ONCE if m <= 16 else ():
+        splits = -(-width // lines)
+        if splits <= 24:
+            tile = quantized.Config(rows // (1 + task.gated), lines, splits, warps, 1, inner=inner)
+            found += [tile, replace(tile, gather=True)] if form != "fp8" and m == 1 else [tile]
+    limit = quantized.most_lines(form, group)
+    fitting = [c for c in dict.fromkeys(found) if c.fits(m, task.n, task.gated)]
+    return [c for c in fitting if c.inner or c.lines <= limit]
+
+
+def _plain_candidates(task: Task, m: int, sms: int) -> list[Config]:
+    """At most 26."""
+    rows, found = padded_rows(m), list[Config]()
+    if (chosen := choose(task.n, task.k, m, torch.bfloat16, sms, task.gated)) is not None:
+        found.append(chosen)
     if m == 1:
         for block_n, block_k, warps, stages in GEMV:
             if block_k > 2 * task.k:

@@ -19,8 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 FORMS = ("fp8", "int4", "fp4")
-PACKED, HALF = 128, 64
-"""Columns of a packed block: of its 64 bytes, byte j holds column j in its low half and column j + 64 in its high."""
+PACKED = 128
+"""Columns of a packed block of 64 bytes: the low half of byte `16 t + 4 s + 2 j + h` is column `32 t + 4 s + 2 h + j`
+and its high half that 16 further: what a thread of a tensor core needs lies together, see `triton.quantized`.
+"""
 CONSTANT_ZERO = 8
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Of codes 0 to 7; 8 to 15 are their negatives."""
@@ -57,14 +59,15 @@ class QuantizedMatrix:
 def pack_int4(codes: Tensor) -> Tensor:
     """Codes 0..15 uint8 `[..., k]` to bytes `[..., ceil(k / 128) * 64]`; see PACKED. e2m1 codes are packed alike."""
     padded = F.pad(codes, (0, -codes.shape[-1] % PACKED))
-    low, high = padded.unflatten(-1, (-1, 2, PACKED // 2)).unbind(-2)
-    return (low | high << 4).flatten(-2)
+    # Blocks, quarters, halves, then s, h and j.
+    low, high = padded.unflatten(-1, (-1, 4, 2, 4, 2, 2)).transpose(-2, -1).unbind(-4)
+    return (low | high << 4).flatten(-5)
 
 
 def unpack_int4(packed: Tensor, k: int) -> Tensor:
     """The first k codes uint8 `[..., k]` of what `pack_int4` made."""
-    blocks = packed.unflatten(-1, (-1, PACKED // 2))
-    return torch.stack((blocks & 15, blocks >> 4), -2).flatten(-3)[..., :k].contiguous()
+    blocks = packed.unflatten(-1, (-1, 4, 4, 2, 2)).transpose(-2, -1)
+    return torch.stack((blocks & 15, blocks >> 4), -4).flatten(-6)[..., :k].contiguous()
 
 
 def scale_values(scale: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rapid_infer.errors import ConfigError
 from rapid_infer.ops.reference.dequantize import dequantize
+from rapid_infer.ops.registry import REFERENCE
 from rapid_infer.quant.formats.base import Converted, Format
 from rapid_infer.quant.method import OpContext
 from rapid_infer.quant.param_spec import ParamSpec
@@ -62,12 +63,22 @@ class QuantizedLinear(Quantized):
         self.converted = self._take(layer)
 
     def apply(self, layer: nn.Module, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        return self._apply(x, out_dtype)
+
+    def gated(self, ctx: OpContext) -> Callable[[Tensor], Tensor] | None:
+        """See `PlainMethod.gated`."""
+        if self._product.provider == REFERENCE or type(self) is not QuantizedLinear:
+            return None
+        return lambda x: self._apply(x, None, gated=True)
+
+    def _apply(self, x: Tensor, out_dtype: torch.dtype | None, gated: bool = False) -> Tensor:
         stored = self.converted
         if stored.multiplier is not None:
             x = x * stored.multiplier
         if stored.order is not None:
             x = (F.pad(x, (0, 1)) if len(stored.order) != x.shape[1] else x).index_select(1, stored.order)
-        return self._product(x, stored.matrix, self.format.activation, stored.input_scale, self.exact_rows, out_dtype)
+        activation, given = self.format.activation, stored.input_scale
+        return self._product(x, stored.matrix, activation, given, self.exact_rows, out_dtype, gated)
 
     def dequantize(self, layer: nn.Module) -> Tensor:
         stored = self._take(layer)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rapid_infer.ops.quantized import QuantizedMatrix, expand
 from rapid_infer.ops.reference.dequantize import dequantize
+from rapid_infer.ops.reference.silu_and_mul import silu_and_mul
 from rapid_infer.ops.registry import op
 
 ACTIVATIONS = ("none", "tensor", "token", "group")
@@ -47,12 +48,14 @@ def quantized_linear(
     input_scale: Tensor | None,
     exact_rows: int,
     out_dtype: torch.dtype | None,
+    gated: bool,
 ) -> Tensor:
     """`x W^T`. x `[tokens, k]`; returns `[tokens, n]` in `out_dtype`, None for that of x.
 
     activation   of form fp8, what x is rounded to: "none", or e4m3 with a scale per "tensor" (`input_scale` fp32
                  `[]`), per "token", or per "group" of `min(group_k, 128)` inputs of a token
     exact_rows   with at most so many tokens x stays as it is: reading the matrix is what takes time then
+    gated        returns `silu_and_mul` of that, `[tokens, n / 2]`; a provider need not round before the activation
     """
     k = matrix.shape[1]
     dtype = out_dtype or x.dtype
@@ -61,4 +64,5 @@ def quantized_linear(
         group = activation_group(activation, matrix)
         codes, scale = quantize_activations(x, group, input_scale if activation == "tensor" else None)
         x = codes.float() * expand(scale, (len(x), k), (1, group))
-    return F.linear(x, dequantize.reference(matrix, torch.float32)).to(dtype)
+    y = F.linear(x, dequantize.reference(matrix, torch.float32)).to(dtype)
+    return silu_and_mul.reference(y) if gated else y

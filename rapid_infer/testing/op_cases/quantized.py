@@ -43,7 +43,7 @@ def dequantize(dtype: torch.dtype, device: str) -> Iterator[Case]:
 @cases
 def quantized_linear(dtype: torch.dtype, device: str) -> Iterator[Case]:
     kinds = {1: "tensor", 2: "token", 3: "group", 4: "group", 5: "group"}
-    for i, matrix in enumerate(matrices(_weight(37, 208, device))):
+    for i, matrix in enumerate(matrices(_weight(38, 208, device))):
         for tokens, activation in ((1 + 4 * (i % 5), "none"), (3, kinds.get(i)), (70, kinds.get(i - 2))):
             if activation is None or (matrix.form != "fp8" and activation != "none"):
                 continue
@@ -54,6 +54,7 @@ def quantized_linear(dtype: torch.dtype, device: str) -> Iterator[Case]:
                 "input_scale": torch.tensor(4 / 448, device=device) if activation == "tensor" else None,
                 "exact_rows": 64 if tokens > 64 else 0,
                 "out_dtype": torch.float32 if i % 2 else None,
+                "gated": i % 3 == 2,
             }
             yield Case(kwargs, {"form": matrix.form})
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
-from rapid_infer.ops.providers.triton.quantized.decode import fp8_codes
+from rapid_infer.ops.providers.triton.quantized.decode import fp8_codes, quotients
 from rapid_infer.ops.quantized import expand
 
 AT_ONCE = 4096
@@ -28,16 +28,19 @@ def _quantize_kernel(
     real = (within < GROUP)[None, :] & (column < K)
     wait_previous(PDL)
     x = tl.load(x_ptr + row * x_stride + column, mask=real, other=0.0).to(tl.float32)
-    bad = (x != x) | (tl.abs(x) == float("inf"))
     if GIVEN:
         scale = tl.zeros([GROUPS], tl.float32) + tl.load(given_ptr)
     else:
-        # A maximum may pass over NaN: as infinity it makes a scale that fails the row as well.
-        largest = tl.max(tl.where(bad, float("inf"), tl.abs(x)), axis=1)
+        # As integers, among which NaN comes after infinity: a maximum may pass over it. Infinity fails the row as well,
+        # whatever its codes are.
+        bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+        largest = tl.minimum(bits, 0x7F800000).to(tl.float32, bitcast=True)
         scale = tl.where(largest == 0, 1.0, tl.div_rn(largest, largest * 0 + 448.0))
-    ratio = tl.div_rn(x, tl.broadcast_to(scale[:, None], [GROUPS, GROUP_PAD]))
-    ratio = tl.minimum(tl.maximum(tl.where(bad, 0.0, ratio), -448.0), 448.0)
-    tl.store(codes_ptr + row * K + column, tl.where(bad, 0x7F, fp8_codes(ratio)), mask=real)
+    ratio = quotients(x, tl.broadcast_to(scale[:, None], [GROUPS, GROUP_PAD]))
+    codes = fp8_codes(tl.minimum(tl.maximum(ratio, -448.0), 448.0))
+    if GIVEN:
+        codes = tl.where((x != x) | (tl.abs(x) == float("inf")), 0x7F, codes)
+    tl.store(codes_ptr + row * K + column, codes, mask=real)
     tl.store(scale_ptr + row * scale_row + group * scale_group, scale, mask=group * GROUP < K)
 
 

@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import torch
 
-from rapid_infer.ops.providers.triton.linear.config import PARTIALS, SEMAPHORES, padded_rows
-from rapid_infer.ops.quantized import HALF, PACKED, QuantizedMatrix
+from rapid_infer.ops.providers.triton.quantized.config import Config, padded_rows
+from rapid_infer.ops.providers.triton.quantized.tuned import TUNED
+from rapid_infer.ops.quantized import QuantizedMatrix
 
-MAX_ROWS = 64
-"""With more tokens arithmetic takes the time, and other kernels are better at that."""
+MAX_ROWS = {"fp8": 64, "int4": 512, "fp4": 512}
+"""With more tokens arithmetic takes the time: FP8 has tensor cores of its own, 4 bits are written out in 16."""
+
+LINE = 64
+"""Bytes of a row in a step of the kernel's layout."""
 
 SHARED_BYTES = 100_000
 """For the stages of a program: two fit a multiprocessor."""
 
 
-@dataclass(frozen=True)
-class Config:
-    """block_n outputs and, at a time, `block` bytes of each row of the matrix; otherwise as `linear.config.Config`."""
-
-    block_n: int
-    block: int
-    splits: int = 1
-    warps: int = 4
-    stages: int = 4
-    weight_first: bool = False
-    ahead: int = 4
-    gemv: bool = False
-
-    def fits(self, m: int, n: int) -> bool:
-        """Whether the workspace holds the partial sums of `[m, n]` outputs."""
-        return self.splits == 1 or (self.splits * m * n <= PARTIALS and -(-n // self.block_n) <= SEMAPHORES)
+def codes_of(form: str) -> int:
+    """Values of a byte."""
+    return 1 if form == "fp8" else 2
 
 
 def is_inner(form: str, group: int) -> bool:
-    """Whether scales are multiplied into the values."""
-    return form == "fp4" or (form == "int4" and 0 < group < HALF)
+    """Whether scales must be multiplied into the values."""
+    return form == "fp4" or group % (LINE * codes_of(form)) != 0
 
 
 def inner_group(matrix: QuantizedMatrix) -> int:
@@ -47,47 +38,43 @@ def inner_group(matrix: QuantizedMatrix) -> int:
 
 def cannot_multiply(matrix: QuantizedMatrix, dtype: torch.dtype, wide: bool) -> bool:
     """Whether the kernel cannot take it. `wide`: it multiplies in fp32."""
-    group, k = inner_group(matrix), matrix.shape[1]
-    if (dtype is torch.float32 and not wide) or k % 16 or matrix.values.dim() != 2:
+    group, form = inner_group(matrix), matrix.form
+    if (dtype is torch.float32 and not wide) or matrix.shape[1] % 16 or group % 16 or matrix.values.dim() != 2:
         return True
     if not (matrix.values.is_contiguous() and matrix.scale.is_contiguous()):
         return True
-    if matrix.form == "fp4" and dtype is torch.float16 and matrix.scale.element_size() == 1:
-        # The range of e8m0 is not that of fp16.
-        return matrix.scale.dtype is not torch.float8_e4m3fn
-    if group == 0:
-        return False
-    if matrix.form == "fp8":
-        return group % PACKED != 0 and group not in (16, 32, 64)
-    return group % HALF != 0 and group not in (16, 32)
+    if dtype is torch.float16 and is_inner(form, group) and form != "int4":
+        # The range of e8m0, or of what fp8 is multiplied by, is not that of fp16.
+        return form == "fp8" or (matrix.scale.element_size() == 1 and matrix.scale.dtype is not torch.float8_e4m3fn)
+    return False
 
 
-def block_limit(form: str, group: int) -> int:
-    """The most bytes that may be taken at a time: those of a group, where its sum is multiplied."""
-    if form == "fp8":
-        return 256 if group == 0 or group % 256 == 0 else min(group, PACKED)
-    return 128 if group == 0 or is_inner(form, group) else HALF
+def most_lines(form: str, group: int) -> int:
+    """The most that may be taken at a time: those of a group, where its sum is multiplied."""
+    lines = 8
+    while group and not is_inner(form, group) and group % (lines * LINE * codes_of(form)):
+        lines //= 2
+    return lines
 
 
 @cache
-def choose(form: str, n: int, k: int, m: int, group: int, sms: int) -> Config | None:
-    """For x `[m, k]` and a matrix `[n, k]` on a device of `sms` multiprocessors; None: other kernels are faster.
-
-    What an H200 did best at the products of an 8B model, which agree with each other.
-    """
-    if not 1 <= m <= MAX_ROWS:
+def choose(form: str, n: int, k: int, m: int, group: int, sms: int, gated: bool = False) -> Config | None:
+    """For x `[m, k]` and a matrix `[n, k]` (gated: `[2 n, k]`) on a device of `sms` multiprocessors; None: others."""
+    if not 1 <= m <= MAX_ROWS[form]:
         return None
-    if m == 1 and form == "fp8":
-        return Config(2, min(max(1 << (k - 1).bit_length(), 128), 4096), stages=3 if k > 4096 else 1, gemv=True)
-    rows, fp8 = padded_rows(m), form == "fp8"
-    block = min(block_limit(form, group), 128)
-    weight_first = rows == 64 if fp8 else rows > 16
-    block_n = 64 if weight_first or form == "fp4" else 128
-    splits, blocks = 1, -(-n // block_n)
-    width = k if fp8 else -(-k // PACKED) * HALF
+    rows, width = padded_rows(m), -(-k // (LINE * codes_of(form)))
+    # What was not measured does as what was.
+    for measured in (m if m == 1 else rows, 32) if rows <= 64 else ():
+        config = TUNED.get((form, group, n, k, measured, gated))
+        if config is not None and config.fits(m, n, gated):
+            return config
+    both = 64 if form == "fp8" or rows > 64 else 128
+    lines = min(most_lines(form, group), 2)
+    block_n = both // (1 + gated)
+    splits, blocks = 1, -(-n // block_n) * -(-m // rows)
     # Enough programs for the latency of each to be hidden behind the others'.
-    while splits < 8 and blocks * splits < 1.9 * sms and width >= 4 * block * splits:
+    while splits < 8 and blocks * splits < 1.9 * sms and width >= 4 * lines * splits:
         splits *= 2
-    stage = block * (block_n + rows * (2 if fp8 else 4))
-    config = Config(block_n, block, splits, stages=min(max(SHARED_BYTES // stage, 2), 5), weight_first=weight_first)
-    return config if config.fits(m, n) else replace(config, splits=1)
+    stage = lines * LINE * (both + 2 * codes_of(form) * rows)
+    config = Config(block_n, lines, splits, stages=min(max(SHARED_BYTES // stage, 2), 5))
+    return config if config.fits(m, n, gated) else replace(config, splits=1)

@@ -16,81 +16,73 @@ from rapid_infer.ops.providers.triton.experts.kernels import choices_of, combine
 from rapid_infer.ops.providers.triton.experts.plan import experts_plan
 from rapid_infer.ops.providers.triton.facts import INTERPRETED
 from rapid_infer.ops.providers.triton.launch import options, start_next, wait_previous
-from rapid_infer.ops.providers.triton.quantized.choice import block_limit, cannot_multiply, inner_group, is_inner
+from rapid_infer.ops.providers.triton.quantized.choice import (
+    LINE,
+    cannot_multiply,
+    codes_of,
+    inner_group,
+    is_inner,
+    most_lines,
+)
 from rapid_infer.ops.providers.triton.quantized.dequantize import constants_of, dequantize, tensors_of
-from rapid_infer.ops.providers.triton.quantized.kernels import row_products
-from rapid_infer.ops.quantized import HALF, QuantizedMatrix
+from rapid_infer.ops.providers.triton.quantized.kernels import line_places, row_products
+from rapid_infer.ops.quantized import QuantizedMatrix
 
 TILES_SHARING = 8
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Outputs of a program, the stages of its loop, and whether the matrix is the left operand."""
+    """Rows of the matrix in a program, lines of 64 bytes of each at a time, and the stages of its loop."""
 
     block_n: int
+    lines: int
     stages: int
-    weight_first: bool = False
 
 
-TILES = {16: Tile(32, 4), 32: Tile(64, 3), 64: Tile(64, 3, weight_first=True)}
+TILES = {16: Tile(64, 2, 4), 32: Tile(64, 2, 4), 64: Tile(64, 2, 3)}
 """By choices of a tile; with more for each expert arithmetic takes the time, and matrices are written out."""
-
-
-@triton.jit
-def _of_expert(
-    x_row, used, values_ptr, scale_ptr, zero_ptr, row_ptr, expert, row, N, K, width, groups, iters,
-    FORM: tl.constexpr, GROUP_N: tl.constexpr, GROUP: tl.constexpr, INNER: tl.constexpr, ZERO: tl.constexpr,
-    ROW_SCALE: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
-    STAGES: tl.constexpr, WEIGHT_FIRST: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """fp32 `[M, BLOCK_N]`: rows of x times rows `row` of the matrix `[N, K]` of an expert."""
-    rows = expert.to(tl.int64) * N + row
-    scales = expert.to(tl.int64) * ((N + GROUP_N - 1) // GROUP_N) + row // GROUP_N
-    return row_products(
-        x_row, used, values_ptr, scale_ptr + scales * groups, zero_ptr + scales * groups, row_ptr + rows, rows, 0,
-        K, width, groups, iters, FORM, GROUP, INNER, ZERO, ROW_SCALE, M, BLOCK_N, BLOCK, COUNT, STAGES, WEIGHT_FIRST,
-        EVEN, WIDE, DTYPE,
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tiles", "iters"])
 def experts_kernel(
-    x_ptr, values_ptr, scale_ptr, zero_ptr, row_ptr, out_ptr, slots_ptr, order_ptr, expert_ptr, first_ptr, last_ptr,
+    x_ptr, word_ptr, scale_ptr, zero_ptr, row_ptr, out_ptr, slots_ptr, order_ptr, expert_ptr, first_ptr, last_ptr,
     x_stride, tiles, size, N, K, width, groups, iters,
     TOP_K: tl.constexpr, GATED: tl.constexpr, ALONE: tl.constexpr, GROUPED: tl.constexpr,
     FORM: tl.constexpr, GROUP_N: tl.constexpr, GROUP: tl.constexpr, INNER: tl.constexpr, ZERO: tl.constexpr,
-    ROW_SCALE: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
-    STAGES: tl.constexpr, WEIGHT_FIRST: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    ROW_SCALE: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A matrix `[N, K]` of each tile's expert. GATED: `out[place] = silu(gate x) * (up x)` of a choice's token, with
     `size` of N / 2; else `out[choice] = down x[place]`, with `size` of N. Places are sorted, see `ExpertsPlan`.
     """
     start_next(PDL)
-    tile, block = position(tl.program_id(0), tiles, tl.cdiv(size, BLOCK_N), GROUPED)
+    WARPS: tl.constexpr = BLOCK_N // 16
+    OUT: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    tile, block = position(tl.program_id(0), tiles, tl.cdiv(size, OUT), GROUPED)
     wait_previous(PDL)
     expert, place, inside, choice = choices_of(slots_ptr, order_ptr, expert_ptr, first_ptr, last_ptr, tile, M, ALONE)
     if expert < 0:
         return
-    column = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.minimum(column, size - 1)
+    line_place, line = line_places(BLOCK_N, LINES, WARPS)
+    output = tl.arange(0, BLOCK_N)
+    line_row = tl.minimum(block * OUT + line_place % OUT, size - 1) + line_place // OUT * size
+    row = tl.minimum(block * OUT + output % OUT, size - 1) + output // OUT * size
     source = choice // TOP_K if GATED else place
-    x_row = x_ptr + source.to(tl.int64)[:, None] * x_stride
-    used = inside[:, None]
-    acc = _of_expert(
-        x_row, used, values_ptr, scale_ptr, zero_ptr, row_ptr, expert, row, N, K, width, groups, iters,
-        FORM, GROUP_N, GROUP, INNER, ZERO, ROW_SCALE, M, BLOCK_N, BLOCK, COUNT, STAGES, WEIGHT_FIRST, EVEN, WIDE,
-        x_ptr.dtype.element_ty,
+    expert = expert.to(tl.int64)
+    scales = expert * ((N + GROUP_N - 1) // GROUP_N) * groups
+    acc = row_products(
+        x_ptr + source.to(tl.int64)[:, None] * x_stride, inside[:, None], word_ptr + expert * N * width,
+        scale_ptr + scales, zero_ptr + scales, line_row.to(tl.int64), row.to(tl.int64), row_ptr + expert * N + row,
+        line, 0, K, width, groups, iters, FORM, GROUP, INNER, ZERO, ROW_SCALE, M, BLOCK_N, LINES, WARPS, STAGES,
+        False, EVEN, WIDE, x_ptr.dtype.element_ty, GROUP_N, False, False,
     )  # fmt: skip
+    column = block * OUT + tl.arange(0, OUT)
     if GATED:
-        up = _of_expert(
-            x_row, used, values_ptr, scale_ptr, zero_ptr, row_ptr, expert, row + size, N, K, width, groups, iters,
-            FORM, GROUP_N, GROUP, INNER, ZERO, ROW_SCALE, M, BLOCK_N, BLOCK, COUNT, STAGES, WEIGHT_FIRST, EVEN, WIDE,
-            x_ptr.dtype.element_ty,
-        )  # fmt: skip
-        write(acc * tl.sigmoid(acc) * up, out_ptr, place, size, column, inside)
+        gate, up = tl.split(tl.permute(tl.reshape(acc, [2, OUT, M]), (1, 2, 0)))
+        write(tl.trans(gate * tl.sigmoid(gate) * up), out_ptr, place, size, column, inside)
     else:
-        write(acc, out_ptr, choice, size, column, inside)
+        write(tl.trans(acc), out_ptr, choice, size, column, inside)
 
 
 def quantized_experts(
@@ -131,27 +123,24 @@ def _launch(
     gated: bool, settings: dict[str, Any],
 ) -> None:  # fmt: skip
     n, k = matrix.shape
-    width, group, rows = matrix.values.shape[-1], inner_group(matrix), settings["M"]
-    inner, fp8 = is_inner(matrix.form, group), matrix.form == "fp8"
-    block = min(block_limit(matrix.form, group), 128)
-    tile = TILES[rows]
-    iters = triton.cdiv(width, block)
-    values, scale, zero, row_scale = tensors_of(matrix)
-    experts_kernel[(tiles * triton.cdiv(size, tile.block_n),)](
-        x, matrix.values if fp8 else values, scale, zero, row_scale, out, slots, *tables,
+    group, tile = inner_group(matrix), TILES[settings["M"]]
+    lines = min(most_lines(matrix.form, group), tile.lines)
+    words, scale, zero, row_scale = tensors_of(matrix)
+    width = words.shape[-1]
+    iters = triton.cdiv(width, 16 * lines)
+    experts_kernel[(tiles * triton.cdiv(size, tile.block_n // (1 + gated)),)](
+        x, words, scale, zero, row_scale, out, slots, *tables,
         x.stride(0), tiles, size, n, k, width, matrix.scale.shape[-1], iters,
         GATED=gated,
         GROUPED=TILES_SHARING,
         **constants_of(matrix),
-        INNER=inner,
+        INNER=is_inner(matrix.form, group),
         BLOCK_N=tile.block_n,
-        BLOCK=block,
-        COUNT=block // group if inner and 0 < group < HALF else 1,
+        LINES=lines,
         STAGES=tile.stages,
-        WEIGHT_FIRST=tile.weight_first,
-        EVEN=iters * block * (1 if fp8 else 2) == k,
+        EVEN=iters * lines * LINE * codes_of(matrix.form) == k,
         WIDE=INTERPRETED,
-        num_warps=4,
+        num_warps=tile.block_n // 16,
         **settings,
         **options(x),
     )  # fmt: skip

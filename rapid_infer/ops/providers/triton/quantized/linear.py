@@ -7,24 +7,25 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from rapid_infer.ops.providers.triton.activation import silu_and_mul
 from rapid_infer.ops.providers.triton.facts import INTERPRETED
 from rapid_infer.ops.providers.triton.launch import num_multiprocessors, options
-from rapid_infer.ops.providers.triton.linear.config import padded_rows
 from rapid_infer.ops.providers.triton.linear.linear import workspace
 from rapid_infer.ops.providers.triton.quantized.activations import dequantize_activations, quantize_activations
 from rapid_infer.ops.providers.triton.quantized.choice import (
-    Config,
-    block_limit,
+    LINE,
     cannot_multiply,
     choose,
+    codes_of,
     inner_group,
     is_inner,
+    most_lines,
 )
+from rapid_infer.ops.providers.triton.quantized.config import Config, padded_rows
 from rapid_infer.ops.providers.triton.quantized.dequantize import constants_of, dequantize, tensors_of
-from rapid_infer.ops.providers.triton.quantized.gemv import gemv_kernel
 from rapid_infer.ops.providers.triton.quantized.kernels import product_kernel
 from rapid_infer.ops.providers.triton.quantized.scaled_mm import ROWS_ALIGNED, scaled_kind, scaled_product
-from rapid_infer.ops.quantized import HALF, QuantizedMatrix
+from rapid_infer.ops.quantized import QuantizedMatrix
 from rapid_infer.ops.reference.quantized_linear import activation_group
 
 
@@ -35,8 +36,15 @@ def quantized_linear(
     input_scale: Tensor | None,
     exact_rows: int,
     out_dtype: torch.dtype | None,
+    gated: bool,
 ) -> Tensor:
     dtype = out_dtype or x.dtype
+    if gated and (activation == "none" or len(x) <= exact_rows):
+        config = chosen(x, matrix, gated)
+        if config is not None:
+            return product(x, matrix, config, dtype, gated)
+    if gated:
+        return silu_and_mul(quantized_linear(x, matrix, activation, input_scale, exact_rows, out_dtype, False))
     if activation != "none" and len(x) > exact_rows:
         return _rounded_product(x, matrix, activation, input_scale, dtype)
     config = chosen(x, matrix)
@@ -67,55 +75,44 @@ def plain_product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     return F.linear(x.float(), weight.float()).to(dtype)
 
 
-def chosen(x: Tensor, matrix: QuantizedMatrix) -> Config | None:
-    """None: the kernel cannot take these, or would be slower than cuBLAS."""
+def chosen(x: Tensor, matrix: QuantizedMatrix, gated: bool = False) -> Config | None:
+    """None: the kernel cannot take these, or would be slower than others."""
     if x.dim() != 2 or x.stride(1) != 1 or cannot_multiply(matrix, x.dtype, INTERPRETED):
         return None
-    n, k = matrix.shape
-    return choose(matrix.form, n, k, x.shape[0], inner_group(matrix), num_multiprocessors(x.device))
+    (n, k), group, sms = matrix.shape, inner_group(matrix), num_multiprocessors(x.device)
+    return choose(matrix.form, n // (1 + gated), k, x.shape[0], group, sms, gated)
 
 
-def product(x: Tensor, matrix: QuantizedMatrix, config: Config, dtype: torch.dtype) -> Tensor:
-    """x `[m, k]` of at most 64 rows; `[m, n]`."""
-    (m, k), n, width = x.shape, matrix.shape[0], matrix.values.shape[-1]
+def product(x: Tensor, matrix: QuantizedMatrix, config: Config, dtype: torch.dtype, gated: bool = False) -> Tensor:
+    """x `[m, k]`, matrix `[n, k]` -> `[m, n]`; gated: matrix `[2 n, k]` -> `silu(first half) * second half`."""
+    (m, k), n = x.shape, matrix.shape[0] // (1 + gated)
     group = inner_group(matrix)
-    if config.gemv:
-        limit = triton.next_power_of_2(k) if m == 1 and matrix.form == "fp8" else 0
-    else:
-        limit = block_limit(matrix.form, group)
-    if not config.fits(m, n) or config.block > limit:
+    inner = config.inner or is_inner(matrix.form, group)
+    if not config.fits(m, n, gated) or (config.lines > most_lines(matrix.form, group) and not inner):
         raise ValueError(f"{config} cannot compute {m} x {n} outputs of {matrix.form} in groups of {group}")
     out = torch.empty(m, n, dtype=dtype, device=x.device)
-    _, scale, zero, row_scale = tensors_of(matrix)
-    iters = triton.cdiv(triton.cdiv(width, config.block), config.splits)
-    columns = iters * config.splits * config.block * (1 if matrix.form == "fp8" else 2)
-    sizes = m, n, k, width, scale.shape[-1], x.stride(0), iters
-    shared = {
-        "BLOCK_N": config.block_n,
-        "SPLITS": config.splits,
-        "STAGES": config.stages,
-        "EVEN": columns == k,
-        "num_warps": config.warps,
+    words, scale, zero, row_scale = tensors_of(matrix)
+    width, rows = words.shape[-1], padded_rows(m)
+    iters = triton.cdiv(triton.cdiv(width, 16 * config.lines), config.splits)
+    grid = (triton.cdiv(n, config.block_n) * triton.cdiv(m, rows), config.splits)
+    product_kernel[grid](
+        x, words, scale, zero, row_scale, out, *workspace(x.device),
+        m, n, k, width, scale.shape[-1], x.stride(0), iters,
+        **constants_of(matrix),
+        INNER=inner,
+        ROWS=rows,
+        BLOCK_N=config.block_n,
+        LINES=config.lines,
+        WARPS=config.warps,
+        SPLITS=config.splits,
+        STAGES=config.stages,
+        GATED=gated,
+        GATHER=config.gather,
+        EVEN=iters * config.splits * config.lines * LINE * codes_of(matrix.form) == k,
+        AHEAD=config.ahead if width >= 32 else 0,
+        ONCE=iters == 1,
+        WIDE=INTERPRETED,
+        num_warps=config.warps,
         **options(x),
-    }
-    grid = (triton.cdiv(n, config.block_n), config.splits)
-    if config.gemv:
-        gemv_kernel[grid](
-            x, matrix.values, scale, out, *workspace(x.device), *sizes,
-            GROUP_N=matrix.group[0], GROUP=group, CHUNKS=config.block // 16, LOOP=iters > 1, **shared,
-        )  # fmt: skip
-    else:
-        inner = is_inner(matrix.form, group)
-        product_kernel[grid](
-            x, matrix.values, scale, zero, row_scale, out, *workspace(x.device), *sizes,
-            **constants_of(matrix),
-            INNER=inner,
-            ROWS=padded_rows(m),
-            BLOCK=config.block,
-            COUNT=config.block // group if inner and 0 < group < HALF else 1,
-            WEIGHT_FIRST=config.weight_first,
-            LINES=config.ahead if width >= 128 else 0,
-            WIDE=INTERPRETED,
-            **shared,
-        )  # fmt: skip
+    )  # fmt: skip
     return out
