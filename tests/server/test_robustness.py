@@ -165,7 +165,7 @@ def test_profiles(server: Server) -> None:
         assert server.post("/start_profile", bad).param == next(iter(bad))
 
 
-def test_the_examples_of_the_quick_start_answer_as_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_examples_of_the_pages_answer_as_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The command as it is there: no MODEL is `demo`."""
     from rapid_infer.hub.demo import demo_dir, is_complete
 
@@ -174,14 +174,16 @@ def test_the_examples_of_the_quick_start_answer_as_printed(tmp_path: Path, capsy
     server = Server(["-m", "rapid_infer.cli", "serve", "--device", "cpu"], tmp_path / "server.log")
     try:
         server.wait_ready()
-        page = (ROOT / "docs" / "quick-start.md").read_text(encoding="utf-8")
-        page = page.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}")
-        (curl,) = re.findall(r"\$ (curl .*?\}')\n(\{.*?)\n", page, re.DOTALL)
-        done = subprocess.run(curl[0], shell=True, capture_output=True, text=True, check=True, timeout=60)
-        pattern = ".*".join(map(re.escape, curl[1].split("…")))
-        assert re.fullmatch(pattern, done.stdout), done.stdout
-        (example,) = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
-        exec(example, {})
-        assert capsys.readouterr().out == "The capital of Japan is Tokyo."
+        for name in ("README.md", "docs/quick-start.md"):
+            page = (ROOT / name).read_text(encoding="utf-8").replace("127.0.0.1:8000", f"127.0.0.1:{server.port}")
+            (curl,) = re.findall(r"\$ (curl .*?\}')\n(\{.*?)\n", page, re.DOTALL)
+            done = subprocess.run(curl[0], shell=True, capture_output=True, text=True, check=True, timeout=60)
+            pattern = ".*".join(map(re.escape, curl[1].split("…")))
+            # The second page asks what the first has left in the prefix cache.
+            pattern = re.sub(r'("cached_tokens":)0', r"\1\\d+", pattern)
+            assert re.fullmatch(pattern, done.stdout), done.stdout
+            (example,) = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
+            exec(example, {})
+            assert capsys.readouterr().out == "The capital of Japan is Tokyo."
     finally:
         assert server.stop() == 0
