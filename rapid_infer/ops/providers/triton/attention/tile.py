@@ -30,7 +30,8 @@ _LN2 = tl.constexpr(math.log(2))
 def tile_constants(q: Tensor, k_cache: Tensor) -> dict[str, int]:
     """Constants of both kernels that follow from the shapes of q `[tokens, heads, head_dim]` and the cache."""
     _, block_size, kv_heads, dim = k_cache.shape
-    padded = max(triton.next_power_of_2(dim), 16)
+    # Products take 16 features or more; of pairs of e4m3, even and odd ones are multiplied apart.
+    padded = max(triton.next_power_of_2(dim), 32 if k_cache.element_size() == 1 else 16)
     # By q, since keys of a smaller type become as large in registers.
     tile = min(max(TILE_BYTES // (padded * q.element_size()), 16), MAX_TILE)
     return {

@@ -65,7 +65,8 @@ def mla_shape(q: Tensor, cache: Tensor, scale: float, rank: int, most_heads: int
     constants = {
         "scale": score_scales(scale, None)["scale"],
         "RANK": rank,
-        "RANK_PAD": max(triton.next_power_of_2(rank), 16),
+        # In FP8 even and odd features are multiplied apart, and a product takes 16 or more.
+        "RANK_PAD": max(triton.next_power_of_2(rank), 32 if cache.dtype == torch.uint8 else 16),
         "ROPE": width - rank,
         "ROPE_PAD": max(triton.next_power_of_2(width - rank), 16),
         "TILE": FP32_TILE if q.element_size() > 2 else TILE,
