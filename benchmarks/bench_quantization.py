@@ -6,10 +6,12 @@ import argparse
 import sys
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from common import metrics, options, session, workloads
 from common.monitor import Monitor
 from common.output import gigabytes
+from common.perplexity import perplexity
 from common.runner import run_engine
 from common.schema import RunSample
 
@@ -32,6 +34,8 @@ examples
     python benchmarks/bench_quantization.py --model qwen3-8b
   one of them on a real checkpoint, result kept:
     python benchmarks/bench_quantization.py --model ./Qwen3-8B --schemes none,fp8_row --output results/fp8.json
+  what rounding costs in perplexity, on any machine:
+    python benchmarks/bench_quantization.py --model demo --workloads latency-b1 --perplexity 2000
 """
 
 
@@ -43,6 +47,10 @@ def main() -> int:
     kinds = "of the KV cache, with commas; each is run with each format (default auto)"
     own.add_argument("--kv-cache-dtypes", default="auto", metavar="LIST", help=f"types {kinds}")
     work = "latency-b1,latency-b32,prefill-8k,mixed-256"
+    own.add_argument(
+        "--perplexity", type=options.count, default=0, metavar="N",
+        help="of the first N tokens of Python's help topics; needs the model's own weights (default: none)",
+    )  # fmt: skip
     own.add_argument("--workloads", default=work, metavar="LIST", help=f"fixed work, with commas (default {work})")
     ns = parser.parse_args()
     return session.run(lambda scratch: _Benchmark("quantization", ns, scratch))
@@ -54,7 +62,7 @@ class _Benchmark(session.Session):
         session.refuse(self.kwargs, "quantization", "name formats with --schemes")
         session.refuse(self.kwargs, "kv_cache_dtype", "name types with --kv-cache-dtypes")
         self.workloads = {work: workloads.named(work) for work in ns.workloads.split(",")}
-        self.rows = [["format, work", "tokens/s", "wall s", "TTFT ms", "peak", "start s"]]
+        self.rows = [["format, work", "tokens/s", "wall s", "TTFT ms", "peak", "perplexity", "start s"]]
         self.found: list[RunSample] = []
         self.metrics: dict[str, object] = {}
 
@@ -62,7 +70,9 @@ class _Benchmark(session.Session):
         model, failed = None, False
         for weights, kv in product(self.ns.schemes.split(","), self.ns.kv_cache_dtypes.split(",")):
             scheme = weights if kv == "auto" else f"{weights} + {kv} KV"
-            chosen = {"kv_cache_dtype": kv} | ({} if weights == PLAIN else {"quantization": weights})
+            chosen: dict[str, Any] = {"kv_cache_dtype": kv}
+            chosen |= {} if weights == PLAIN else {"quantization": weights}
+            chosen |= {"skip_tokenizer_init": False} if self.ns.perplexity else {}
             try:
                 with self.open(**chosen) as (engine, load_s):
                     model = self.model_info(engine)
@@ -81,6 +91,8 @@ class _Benchmark(session.Session):
         """Whether a request failed."""
         self.introduce(engine, load_s)
         failed, gpus = False, session.gpus_of(engine.config)
+        tokens = self.ns.perplexity
+        exp = perplexity(engine, tokens, min(512, engine.core.info.max_model_len - 1)) if tokens else None
         for name, workload in self.workloads.items():
             requests = workload.requests(engine.core.info.vocab_size)
             for _ in range(self.ns.warmup):
@@ -93,14 +105,15 @@ class _Benchmark(session.Session):
             peak = monitor.resources.peak_gpu_allocated_bytes if gpus else monitor.resources.peak_rss_bytes
             first = "" if best.ttft_s is None else f"{1e3 * best.ttft_s.p50:.1f}"
             row = [f"{scheme}, {name}", f"{best.output_tokens_per_s:.1f}", f"{best.wall_s:.3f}", first]
-            self.rows.append([*row, gigabytes(peak), f"{load_s:.1f}"])
+            shown = "" if exp is None else f"{exp:.3f}"
+            self.rows.append([*row, gigabytes(peak), shown, f"{load_s:.1f}"])
             self.report.say("  ".join(self.rows[-1]))
             for run in runs:
                 run.label = f"{scheme}, {name}"
             self.found += runs
             self.metrics[f"{scheme}, {name}"] = {
                 "wall_s": best.wall_s, "output_tokens_per_s": best.output_tokens_per_s, "peak_bytes": peak,
-                "load_s": load_s,
+                "load_s": load_s, "perplexity": exp,
             }  # fmt: skip
         counts = engine.executor.built.ops.counts()
         kinds = ("linear", "experts", "dequantize", "lm_head")
