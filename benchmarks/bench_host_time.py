@@ -6,13 +6,12 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 from common import workloads
+from common.waits import timed
 
 from rapid_infer.llm_engine import LLMEngine
 from rapid_infer.outputs import RequestOutputKind
@@ -40,7 +39,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=150, help="timed steps (default 150)")
     ns = parser.parse_args()
     waits: list[float] = []
-    torch.cuda.Event.synchronize = _timed(torch.cuda.Event.synchronize, waits)  # type: ignore[method-assign]
+    torch.cuda.Event.synchronize = timed(torch.cuda.Event.synchronize, waits)  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as scratch:
         path = workloads.write_model(ns.model, Path(scratch))
         engine = LLMEngine(str(path), load_format="dummy", skip_tokenizer_init=True)
@@ -49,16 +48,6 @@ def main() -> int:
             ordered = [f"{seconds * 1e6:.0f}" for seconds in (median(times), min(times), times[len(times) * 9 // 10])]
             print(f"{rows} rows: median {ordered[0]} us, least {ordered[1]}, P90 {ordered[2]}", flush=True)
     return 0
-
-
-def _timed(wait: Callable[..., Any], waits: list[float]) -> Callable[..., Any]:
-    def timed(*args: Any) -> Any:
-        started = time.perf_counter()
-        result = wait(*args)
-        waits.append(time.perf_counter() - started)
-        return result
-
-    return timed
 
 
 def _steps(engine: LLMEngine, rows: int, steps: int, waits: list[float]) -> list[float]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from common import metrics, options, session, workloads
 from common.runner import run_engine
+from common.waits import timed
 
 from rapid_infer import startup
 from rapid_infer.executors.in_process import InProcessExecutor
@@ -108,18 +108,6 @@ class _Benchmark(session.Session):
                 step = f"{best / max(steps, 1) * 1e3:.3f} ms a step{host}"
                 print(f"  {name}: {best:.4f} s, {tokens / best:.1f} tok/s, {step}")
         return found
-
-
-def timed(wait: Callable[..., Any], waits: list[float]) -> Callable[..., Any]:
-    """`wait`, whose seconds are added to `waits`."""
-
-    def run(*args: Any) -> Any:
-        started = time.perf_counter()
-        result = wait(*args)
-        waits.append(time.perf_counter() - started)
-        return result
-
-    return run
 
 
 def topology() -> str:

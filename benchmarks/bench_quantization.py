@@ -92,7 +92,7 @@ class _Benchmark(session.Session):
         self.introduce(engine, load_s)
         failed, gpus = False, session.gpus_of(engine.config)
         tokens = self.ns.perplexity
-        exp = perplexity(engine, tokens, min(512, engine.core.info.max_model_len - 1)) if tokens else None
+        lost = perplexity(engine, tokens, min(512, engine.core.info.max_model_len - 1)) if tokens else None
         for name, workload in self.workloads.items():
             requests = workload.requests(engine.core.info.vocab_size)
             for _ in range(self.ns.warmup):
@@ -105,7 +105,7 @@ class _Benchmark(session.Session):
             peak = monitor.resources.peak_gpu_allocated_bytes if gpus else monitor.resources.peak_rss_bytes
             first = "" if best.ttft_s is None else f"{1e3 * best.ttft_s.p50:.1f}"
             row = [f"{scheme}, {name}", f"{best.output_tokens_per_s:.1f}", f"{best.wall_s:.3f}", first]
-            shown = "" if exp is None else f"{exp:.3f}"
+            shown = "" if lost is None else f"{lost:.3f}"
             self.rows.append([*row, gigabytes(peak), shown, f"{load_s:.1f}"])
             self.report.say("  ".join(self.rows[-1]))
             for run in runs:
@@ -113,7 +113,7 @@ class _Benchmark(session.Session):
             self.found += runs
             self.metrics[f"{scheme}, {name}"] = {
                 "wall_s": best.wall_s, "output_tokens_per_s": best.output_tokens_per_s, "peak_bytes": peak,
-                "load_s": load_s, "perplexity": exp,
+                "load_s": load_s, "perplexity": lost,
             }  # fmt: skip
         counts = engine.executor.built.ops.counts()
         kinds = ("linear", "experts", "dequantize", "lm_head")

@@ -67,7 +67,8 @@ class QuantizedLinear(Quantized):
 
     def gated(self, ctx: OpContext) -> Callable[[Tensor], Tensor] | None:
         """See `PlainMethod.gated`."""
-        if self._product.provider == REFERENCE or type(self) is not QuantizedLinear:
+        # Whoever multiplies otherwise has no such product.
+        if self._product.provider == REFERENCE or type(self).apply is not QuantizedLinear.apply:
             return None
         return lambda x: self._apply(x, None, gated=True)
 

@@ -46,11 +46,14 @@ def sampling_params(served: Served, body: CompletionRequest | ChatRequest, **mor
     refuse_unsupported(body)
     given: dict[str, Any] = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
     given["max_tokens"] = _max_tokens(served, body)
-    if (spec := structured(body)[1]) is not None:
+    field, spec = structured(body)
+    if spec is not None:
         given["structured_outputs"] = spec
     try:
         return served.llm.default_sampling_params(**{**given, **more})
     except RequestError as error:
+        if str(error).startswith("structured_outputs "):
+            raise invalid(field, str(error).replace("structured_outputs", field, 1)) from None
         raise of_request_error(error, PARAMS, "body") from None
 
 

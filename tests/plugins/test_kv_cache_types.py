@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from mla_sizes import MLA
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -28,11 +29,6 @@ DENSE = {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2}
 WINDOW = {
     "hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "use_sliding_window": True,
     "sliding_window": 20, "max_window_layers": 1,
-}  # fmt: skip
-MLA = {
-    "hidden_size": 192, "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
-    "v_head_dim": 16, "q_lora_rank": 96, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96,
-    "first_k_dense_replace": 1, "n_shared_experts": 1,
 }  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("llama", DENSE), "window": ("qwen3", WINDOW), "mla": ("deepseek_v2", MLA),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from mla_sizes import MLA
 from packers import script
 from safetensors.torch import load_file, save_file
 
@@ -31,11 +32,6 @@ DENSE = {"hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 6,
 MOE = {
     "hidden_size": 192, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 160,
     "mlp_only_layers": [0],
-}  # fmt: skip
-MLA = {
-    "hidden_size": 192, "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
-    "v_head_dim": 16, "q_lora_rank": 96, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96,
-    "first_k_dense_replace": 1, "n_shared_experts": 1,
 }  # fmt: skip
 MODELS = {"dense": ("llama", DENSE), "moe": ("qwen3_moe", MOE), "mla": ("deepseek_v2", MLA)}
 EXPERTS_ONLY = {"mxfp4-experts", "fp8-fp4-experts"}

@@ -105,7 +105,7 @@ def test_against_a_plain_model(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(attention_groups, "MIN_BLOCKS", MIN_BLOCKS)
     monkeypatch.setattr(attention_groups, "MIN_SAVED", MIN_SAVED)
     with_groups = 0
-    for _ in range(7):
+    for _ in range(12):
         for name, choices in {
             "MIN_QUOTA": (1, 3),
             "ITEM_COST": (0, 1, 2),
@@ -127,4 +127,4 @@ def test_against_a_plain_model(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
         assert metadata.decodes is not None
         decodes = int(metadata.decodes)
         assert int(plan.first[-1]) == sum(own[:decodes]) + decodes * plan.row_cost
-    assert with_groups > 2
+    assert with_groups > 3

@@ -63,9 +63,10 @@ def choose(form: str, n: int, k: int, m: int, group: int, sms: int, gated: bool 
     if not 1 <= m <= MAX_ROWS[form]:
         return None
     rows, width = padded_rows(m), -(-k // (LINE * codes_of(form)))
-    # What was not measured does as what was.
+    # What was not measured does as what was: floats in groups of 16 as in groups of 32, other rows as 32.
+    measured_group = 32 if form == "fp4" else group
     for measured in (m if m == 1 else rows, 32) if rows <= 64 else ():
-        config = TUNED.get((form, group, n, k, measured, gated))
+        config = TUNED.get((form, measured_group, n, k, measured, gated))
         if config is not None and config.fits(m, n, gated):
             return config
     both = 64 if form == "fp8" or rows > 64 else 128
